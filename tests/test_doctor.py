@@ -13,7 +13,8 @@ from tests.training import FAMILIES, run_as_command
 from trainyard import cli
 from trainyard.choice import Choice
 from trainyard.measure import Summary
-from trainyard.runs.folder import record_choices
+from trainyard.runs.folder import read_creation_time, record_choices
+from trainyard.runs.history import parse_time
 from trainyard.tools.doctor import (
     COMPUTE,
     LOADER,
@@ -156,19 +157,28 @@ def test_the_node_of_a_card_is_compared_with_the_cores_of_this_process(tmp_path)
 
 
 def test_a_run_says_from_its_record_what_its_time_went_to(tmp_path, capsys):
-    run = RunFolder(tmp_path).run
+    folder = RunFolder(tmp_path)
+    run = folder.run
     record_choices(run, {"device": Choice("CPU, 2 cores", "no GPU")})
     assert cli.main(["doctor", "--run", str(run)]) == 0
-    assert capsys.readouterr().out == f"verdict: {run.name}: nothing recorded of its training yet\n"
+    unknown = f"verdict: {run.name}: what the time of its training went to is not recorded\n"
+    assert capsys.readouterr().out == unknown
     line = {"kind": "train", "step": 100, "samples_per_s": 50.0, "elapsed_s": 200.0}
-    for idle_ms, expected in ((500, "input; without it the run would have been x1.33 as fast"), (0, "healthy: 95% of")):
-        evaluation = {"kind": "eval", "step": 100, "split": "val", "seconds": 10.0, "elapsed_s": 200.0}
-        lines = [line | {"idle_ms": idle_ms, "compute_ms": 1900 - idle_ms}, evaluation]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    created = parse_time(read_creation_time(run))
+    for wait_s, expected in (
+        (50.0, "input; without it the run would have been x1.33 as fast"),
+        (0.0, "healthy: 95% of"),
+    ):
+        (run / "events.jsonl").unlink(missing_ok=True)
+        folder.add_event(created + 5, "start", 0, spent={"preparing": 5.0})
+        folder.add_event(
+            created + 200, "done", 100, spent={"preparing": 10.0, "training": 190 - wait_s, "input": wait_s}
+        )
         assert cli.main(["doctor", "--run", str(run)]) == 0
         said = capsys.readouterr().out.splitlines()
         assert said[0] == "recorded        100 steps, 200.0 s, 50.0 samples/s"
-        assert f"idle            {idle_ms / 10:.1f} s ({idle_ms / 2000:.0%})" in said
+        assert f"useful steps    {190 - wait_s:.1f} s ({(190 - wait_s) / 200:.0%})" in said
         assert "device          CPU, 2 cores  (no GPU)" in said
         assert said[-1].startswith(f"verdict: {run.name}: {expected}")
     assert cli.main(["doctor"]) == cli.main(["doctor", "stripes", "--run", str(run)]) == 2

@@ -1,7 +1,7 @@
 """What is stored: today's code reads the kept example, writes the same fields, and docs/formats.md names each of them.
 
-If a test says that fields differ, what is stored has changed: raise the number in `files.FORMATS`, correct the page,
-and write the example again: `python -m tests.write_format`.
+If a test says that fields differ, what is stored has changed: raise the number in `files.FORMATS`, unless readers do
+without what was added; correct the page, and write the example again: `python -m tests.write_format`.
 """
 
 import json
@@ -33,7 +33,7 @@ from trainyard.runs.manifest import hash_fields, list_checkpoints
 
 PAGE = Path(__file__).parents[1] / "docs" / "formats.md"
 RUN, PACKED = Path("runs/stripes/done"), Path("data/stripes")
-SOMETIMES = {"waited_for_previous_s", "passed"}
+SOMETIMES = {"waited_for_previous_s", "passed", "previous"}
 """Fields that one run has and an equal one may lack."""
 
 

@@ -92,9 +92,9 @@ def test_a_report_keeps_evenly_spaced_lines_of_a_long_run_and_says_so(long_run):
     assert len(steps) <= 2_000 and steps[0] == 1 and steps[-1] == found.step == 10_000
     assert set(np.diff(steps[:-1])) == {found.every} and found.every == 8
     assert [line["step"] for line in found.evals] == [2_500, 5_000, 7_500, 10_000]
-    assert found.compute_time_spent_s()["compute"] == pytest.approx(300) and 500 <= found.elapsed_s < 600
+    assert 500 <= found.elapsed_s < 600
     (said,) = (text for text in found.list_missing() if "8th training line" in text)
-    assert said.startswith("Curves, rates and times")
+    assert said.startswith("Curves and rates")
 
 
 def test_lines_are_thinned_only_where_there_are_more_than_asked_for(long_run):

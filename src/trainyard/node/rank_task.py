@@ -131,7 +131,7 @@ def execute(
 
     world, attempt = read_world(environ), read_attempt_id(environ, started=started)
     notes = _BatchScriptNotes(run, attempt, enabled="TRAINYARD_ATTEMPT" in environ)
-    heartbeat = Heartbeat(run, attempt, is_main=world.is_main)
+    heartbeat = Heartbeat(run, attempt, is_main=world.is_main, started=started)
     watchdog = Watchdog(
         run,
         attempt,
@@ -289,7 +289,7 @@ def _make_hook(rank: RankContext) -> Callable[[], None]:
         if rank.stop.reason:
             raise StopRequested
         if rank.world.is_main:
-            rank.heartbeat.beat("preparing")
+            rank.heartbeat.beat("packing")
 
     rank.heartbeat.beat("preparing", now=True)
     return hook
@@ -310,9 +310,12 @@ def _prepare_data(rank: RankContext, hook: Callable[[], None]) -> TrainConfig:
         if config.data.path and not Path(config.data.path).exists():
             source = read_env(run).get("choices", {}).get("data_root", {}).get("value", "")
             config = restore_source(config, source, jobs_dir)
+        if not is_packed(config):
+            rank.heartbeat.beat("packing")
         ready = prepare_data(config, jobs_dir, hook=hook, on_shard=rank.notes.write_progress)
         if ready.data.path != config.data.path:
             freeze(ready, run / CONFIG)
+        rank.heartbeat.beat("preparing")
         return ready
     rank.heartbeat.beat("waiting")
     while not is_packed(config):

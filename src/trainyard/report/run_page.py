@@ -12,9 +12,10 @@ from trainyard.report.headline import find_headline, render_headline
 from trainyard.report.html import escape, render_gallery, render_page, render_section, render_table
 from trainyard.report.metric_values import ABSENT, format_alike, format_metric, format_value
 from trainyard.report.run_plots import draw_plots, read_figures
-from trainyard.report.run_story import RunStory, compute_time_shares, describe_ending, list_all_metric_names
+from trainyard.report.run_story import RunStory, describe_ending, list_all_metric_names
 from trainyard.runs.evaluations import SAMPLES, Evaluation, read_evaluations
 from trainyard.runs.events import ENDS, EVENTS_FILE, STARTS, flatten
+from trainyard.runs.goodput import compute_shares, describe_goodput
 from trainyard.runs.observations import read_usage
 from trainyard.scoring import explain_missing_intervals
 from trainyard.text import format_duration, format_size
@@ -38,7 +39,13 @@ def format_summary(run: Path, *, next_commands: Sequence[str] = ()) -> str:
         ("verdict", [headline.verdict]),
         *([("further", headline.others)] if headline.others else []),
         ("trained", [_count(facts[name], name) for name in ("Steps", "Epochs", "Samples")]),
-        ("took", [facts["Running time"], *(f"{name} {share:.0f} %" for name, _, share in compute_time_shares(story))]),
+        (
+            "took",
+            [
+                facts["Running time"],
+                *(f"{name} {share:.0f} %" for name, _, share in _list_shares(story) if share >= 0.5),
+            ],
+        ),
         ("speed", [f"{facts['Median rate']} (median)"]),
     ]
     best = story.find_best_evaluation()
@@ -126,7 +133,7 @@ def write_report(run: Path) -> Path:
         render_section("Samples", *_render_samples(run, evaluations), optional=True),
         render_section("Results", _render_results(story), _render_constants(story), _render_evaluations(story)),
         render_section("Labelled folders", render_evaluations(evaluations), optional=True),
-        render_section("Time", _render_facts(story), render_gallery(plots.speed), _render_time_table(story)),
+        render_section("Time", _render_facts(story), render_gallery(plots.speed), render_goodput(_list_shares(story))),
         render_section("Predicted and observed", render_table(_USAGE_COLUMNS, _list_usage(story)), optional=True),
         render_section("Next steps", f"<pre>{escape(chr(10).join(_list_next_commands(story)))}</pre>"),
         render_section("Attempts and events", _render_attempts(story), _render_events(story)),
@@ -235,9 +242,15 @@ def _render_evaluations(story: RunStory) -> str:
     return f"<details><summary>All {len(rows):,} evaluations</summary>{table}</details>"
 
 
-def _render_time_table(story: RunStory) -> str:
-    rows = [[name, f"{seconds:,.1f}", f"{share:.1f}"] for name, seconds, share in compute_time_shares(story)]
-    return render_table(["part", "seconds", "share (%)"], rows)
+def _list_shares(story: RunStory) -> list[tuple[str, float, float]]:
+    return compute_shares([story.seconds])
+
+
+def render_goodput(shares: Sequence[tuple[str, float, float]]) -> str:
+    """Render what the time of one or more runs went to: a sentence and a table; empty without any."""
+    rows = [[label, f"{seconds:,.1f}", f"{share:.1f}"] for label, seconds, share in shares]
+    sentence = f"<p>{escape(describe_goodput(shares))}</p>" if shares else ""
+    return sentence + render_table(["goodput", "seconds", "share (%)"], rows)
 
 
 def _render_attempts(story: RunStory) -> str:
@@ -266,13 +279,15 @@ def _render_attempts(story: RunStory) -> str:
 
 
 def _render_events(story: RunStory) -> str:
-    other_columns = {"kind", "step", "event", "time", "elapsed_s"}
+    other_columns = {"kind", "step", "event", "time", "elapsed_s"}  # and the seconds, which the table of goodput has
     rows = [
         [
             _format_time(event.get("time")),
             f"{event['step']:,}",
             str(event.get("event", ABSENT)),
-            ", ".join(f"{k} {format_value(v)}" for k, v in flatten(event) if k not in other_columns),
+            ", ".join(
+                f"{k} {format_value(v)}" for k, v in flatten(event) if k not in other_columns and "spent." not in k
+            ),
         ]
         for event in story.events[-_MAX_EVENTS:]
     ]

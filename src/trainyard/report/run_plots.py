@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from trainyard.files import read_file
 from trainyard.report.figures import BLUE, MARKERS, SERIES, Plot, draw_figure
-from trainyard.report.run_story import RunStory, compute_time_shares
+from trainyard.report.run_story import RunStory
 from trainyard.runs.events import has_interval, name_interval_ends, select_metrics
+from trainyard.runs.goodput import LABELS, LOST, START_UP, STOPPED, compute_shares
 from trainyard.text import format_duration, make_slug
 
 if TYPE_CHECKING:
@@ -19,13 +20,7 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 _OPTIMIZER = ("lr", "grad_norm")
-_SPENT_COLOURS = {
-    "compute": BLUE,
-    "idle": "#E69F00",
-    "evaluation": "#009E73",
-    "checkpoint": "#CC79A7",
-    "other": "#c4c9d1",
-}
+_SPENT_COLOURS = dict(zip((*LABELS.values(), LOST, START_UP, STOPPED), (*SERIES, "#7f7f7f", "#c4c9d1"), strict=True))
 _UNITS = {
     "samples_per_s": "samples / s",
     "lr": "learning rate",
@@ -78,7 +73,7 @@ def draw_plots(story: RunStory) -> Plots:
     metrics = [_plot_metric(story, name) for name in several]
     rates = _list_logged(story, "samples_per_s")
     speed = [_plot_curve("samples_per_s", *rates)] if len(rates[0]) > 1 else []
-    if compute_time_shares(story):
+    if story.seconds:
         speed.append(_plot_time(story))
     losses = [plot for name, plot in drawn.items() if name not in _OPTIMIZER]
     return Plots(losses, metrics, [plot for name, plot in drawn.items() if name in _OPTIMIZER], speed)
@@ -185,7 +180,7 @@ def _plot_time(story: RunStory) -> Plot:
 
     def draw(axes: "Axes") -> None:
         left = 0.0
-        for name, _, share in compute_time_shares(story):
+        for name, _, share in compute_shares([story.seconds]):
             axes.barh(0, share, left=left, height=0.5, color=_SPENT_COLOURS[name], label=f"{name} {share:.0f} %")
             left += share
         axes.set_xlim(0, 100)
@@ -196,5 +191,5 @@ def _plot_time(story: RunStory) -> Plot:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=3)
 
     title = "Where the time went"
-    label = f"share of {format_duration(sum(story.compute_time_spent_s().values()))} (%)"
+    label = f"share of {format_duration(sum(story.seconds.values()))} (%)"
     return Plot("time", title, draw_figure(title, draw, x_label=label))

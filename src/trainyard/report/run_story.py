@@ -1,7 +1,7 @@
 """Reads what a run folder recorded about its training, for the report."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from trainyard.runs.events import (
     read_thinned_metrics,
 )
 from trainyard.runs.folder import ENV_DIGEST
+from trainyard.runs.goodput import label_seconds
 
 _MOST_TRAIN_LINES = 2_000  # in memory and in a plot, which has fewer pixels
 
@@ -40,10 +41,12 @@ class RunStory:
     events: list[Line]
     every: int  # how many training lines of the run one of `train` stands for; it has the last one, too
     changes: list[str]  # a sentence for each file that is not as the run wrote it
+    seconds: Mapping[str, float]  # of the run by what they went to; empty if that was not recorded
 
     @classmethod
     def read(cls, run: Path) -> "RunStory":
         metrics, every = read_thinned_metrics(run, most=_MOST_TRAIN_LINES)
+        events = read_events(run)
         return cls(
             run=run,
             config=_read_text(run / "config.yaml"),
@@ -51,9 +54,10 @@ class RunStory:
             train=[line for line in metrics if line["kind"] == "train"],
             untrained=[line for line in metrics if line["kind"] == "eval" and line["step"] == 0],
             evals=[line for line in metrics if line["kind"] == "eval" and line["step"] > 0],
-            events=read_events(run),
+            events=events,
             every=every,
             changes=[str(change) for change in find_changes(run)],
+            seconds=label_seconds(run, events),
         )
 
     @property
@@ -122,18 +126,6 @@ class RunStory:
         best = find_best_evaluation(self.evals, split=split, metric=metric, mode=mode, ties=monitor.get("ties", ()))
         return None if best is None else (metric, best)
 
-    def compute_time_spent_s(self) -> dict[str, float]:
-        """Return the seconds of the run by activity; they add up to `elapsed_s` if that was recorded."""
-        steps = np.diff([0, *(line["step"] for line in self.train)])
-        checkpoints = [event for event in self.list_current_events() if event.get("event") == "checkpoint"]
-        parts = {
-            "compute": _sum_per_step_s(self.train, steps, "compute_ms"),
-            "idle": _sum_per_step_s(self.train, steps, "idle_ms"),
-            "evaluation": sum(line.get("seconds", 0.0) for line in [*self.untrained, *self.evals]),
-            "checkpoint": sum(event.get("seconds", 0.0) for event in checkpoints),
-        }
-        return parts | {"other": max(self.elapsed_s - sum(parts.values()), 0.0)}
-
     def list_step_losses(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return the steps and their losses, NaN where one was not finite."""
         steps: list[int] = []
@@ -169,8 +161,9 @@ class RunStory:
             ),
             "env.json is absent: the environment and the automatic choices are not recorded.": not self.env,
             "config.yaml is absent: the options are not recorded.": not self.config,
+            "What the time went to is not recorded.": bool(self.train) and not self.seconds,
         }
-        thinned = f"Curves, rates and times are those of every {self.every}th training line: the run has very many."
+        thinned = f"Curves and rates are those of every {self.every}th training line: the run has very many."
         absent[thinned] = self.every > 1
         lost = [str(event["missing"]) for event in self.list_current_events() if "missing" in event]
         return [*self.changes, *lost, *(text for text, is_absent in absent.items() if is_absent)]
@@ -179,11 +172,6 @@ class RunStory:
 def describe_ending(event: Line) -> str:
     reason = event.get("reason") if event["event"] != "done" else None
     return f"{event['event']} ({reason})" if reason else str(event["event"])
-
-
-def _sum_per_step_s(lines: Sequence[Line], steps: np.ndarray, key: str) -> float:
-    """Return the seconds of a time per step over all steps."""
-    return float(sum(n * line.get(key, 0.0) for n, line in zip(steps, lines, strict=True)) / 1000)
 
 
 def _read_text(path: Path) -> str:
@@ -212,10 +200,3 @@ _MOST_BYTES = 16 * 2**20  # of config.yaml and env.json
 
 def list_all_metric_names(lines: Iterable[Line]) -> list[str]:
     return list(dict.fromkeys(name for line in lines for name in list_metric_names(line)))
-
-
-def compute_time_shares(story: RunStory) -> list[tuple[str, float, float]]:
-    """Return (activity, seconds, percent of the run) for each activity; empty if nothing was timed."""
-    spent = story.compute_time_spent_s()
-    whole = sum(spent.values())
-    return [(name, seconds, 100 * seconds / whole) for name, seconds in spent.items()] if whole else []

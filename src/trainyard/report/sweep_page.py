@@ -18,6 +18,7 @@ from trainyard.files import write_atomically
 from trainyard.measure import compute_half_width
 from trainyard.report.figures import MARKERS, SERIES, Plot, draw_figure
 from trainyard.report.html import escape, render_gallery, render_page, render_section, render_table
+from trainyard.report.run_page import render_goodput
 from trainyard.runs.changes import find_changes
 from trainyard.runs.events import (
     STARTS,
@@ -28,6 +29,7 @@ from trainyard.runs.events import (
     read_thinned_metrics,
     select_metrics,
 )
+from trainyard.runs.goodput import compute_shares, label_seconds
 from trainyard.runs.state import ACTIVE, State
 from trainyard.runs.sweep_file import Element, Sweep
 from trainyard.tables import write_table
@@ -68,6 +70,7 @@ class Outcome:
     metrics: Mapping[str, Mapping[str, float]]  # by split: best validation so far, tests if finished
     gpu_hours: float
     cpu_rank_hours: float
+    seconds: Mapping[str, float]  # by what they went to; empty if that was not recorded
 
     @property
     def values(self) -> dict[str, str]:
@@ -194,6 +197,7 @@ def write(results: Results) -> Path:
         render_section("Results", rows, caption).replace("+-", "\u00b1"),
         render_section("Not in the means", excluded, optional=True),
         render_section("Plots", render_gallery(plots), optional=True),
+        render_section("Time", render_goodput(compute_shares(o.seconds for o in results.outcomes)), optional=True),
         render_section("Runs", render_table(*_build_runs_table(results))),
     )
     write_atomically(folder / PAGE, page)
@@ -213,7 +217,7 @@ def _read_outcome(element: Element, state: str) -> Outcome:
     evals = [line for line in lines if line["kind"] == "eval"]
     metrics = _collect_metrics(evals, monitor, finished=state == State.DONE)
     hours = _compute_hours(events, lines)
-    return Outcome(element, state, monitor, metrics, hours["gpu"], hours["cpu"])
+    return Outcome(element, state, monitor, metrics, hours["gpu"], hours["cpu"], label_seconds(element.run, events))
 
 
 def _collect_metrics(evals: Sequence[Line], monitor: Monitor | None, *, finished: bool) -> dict[str, dict[str, float]]:

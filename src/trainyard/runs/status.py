@@ -187,7 +187,7 @@ def _find_step(snapshot: RunSnapshot) -> int | None:
     """Return the step of the heartbeat or of the last event, whichever is newer."""
     heartbeat, event = snapshot.heartbeat, snapshot.events[-1] if snapshot.events else {}
     # While a run prepares, its heartbeat does not know the step: the checkpoint has not been read yet.
-    has_step = heartbeat.get("phase") != "preparing" and heartbeat.get("step") is not None
+    has_step = heartbeat.get("phase") not in ("preparing", "packing") and heartbeat.get("step") is not None
     if has_step and (not event or float(heartbeat["time"]) >= parse_time(event["time"])):
         return int(heartbeat["step"])
     return event.get("step")

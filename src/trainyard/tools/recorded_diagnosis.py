@@ -4,17 +4,25 @@ from pathlib import Path
 
 from trainyard.measure import WORTH
 from trainyard.report.run_story import RunStory
+from trainyard.runs.goodput import LOST, START_UP, STOPPED, USEFUL
 
 _ADVICE = {
-    "idle": ("input", "trainyard doctor JOB says which stage of the loader; data.threads, data.stage, packing.store"),
+    "input wait": (
+        "input",
+        "trainyard doctor JOB says which stage of the loader; data.threads, data.stage, packing.store",
+    ),
     "evaluation": ("long validation", "a larger eval_every or eval_batch_size"),
-    "checkpoint": ("slow saves", "a larger checkpoint.every, or runs on a faster disk"),
-    "other": ("time outside of training", "start, first batches, and the end: more steps for each start"),
+    "saving": ("slow saves", "a larger checkpoint.every, or runs on a faster disk"),
+    "compilation": ("compilation", "compile=off, or more steps for each start"),
+    "packing": ("packing", "pack once for all runs: trainyard pack JOB"),
+    START_UP: ("start-up", "more steps for each start"),
+    LOST: ("lost work", "a smaller checkpoint.every or checkpoint.max_minutes"),
+    STOPPED: ("time without a process", "a shorter queue (--time, --hw), or nobody resumed it: trainyard why RUN"),
 }
-"""By activity of `RunStory.compute_time_spent_s`: the fault's name and what to try."""
+"""By label of `runs.goodput`: the fault's name and what to try."""
 
 _CHOICES = ("device", "threads", "compute_threads", "decode", "reader")
-_LEAST_S = 60.0  # of a whole run: an activity of a shorter one is named, but is no verdict
+_LEAST_S = 60.0  # of a whole run: what a shorter one spent is named, but is no verdict
 
 
 def describe_record(run: Path) -> list[str]:
@@ -24,10 +32,10 @@ def describe_record(run: Path) -> list[str]:
     has no share.
     """
     story = RunStory.read(run)
-    spent = story.compute_time_spent_s()
+    spent = story.seconds
     whole = sum(spent.values())
-    if not story.train or whole <= 0:
-        return [f"verdict: {run.name}: nothing recorded of its training yet"]
+    if not story.train or not spent:
+        return [f"verdict: {run.name}: what the time of its training went to is not recorded"]
     rate = story.samples_per_s
     lines = [f"{'recorded':<16}{story.step} steps, {whole:,.1f} s" + (f", {rate:,.1f} samples/s" if rate else "")]
     lines += [f"{name:<16}{seconds:,.1f} s ({seconds / whole:.0%})" for name, seconds in spent.items()]
@@ -35,7 +43,7 @@ def describe_record(run: Path) -> list[str]:
     lines += [
         f"{name:<16}{choices[name]['value']}  ({choices[name]['reason']})" for name in _CHOICES if name in choices
     ]
-    gains = {name: whole / max(whole - spent[name], 1e-9) for name in _ADVICE}
+    gains = {name: whole / max(whole - spent[name], 1e-9) for name in _ADVICE if name in spent}
     worth = sorted((name for name in gains if gains[name] >= WORTH), key=lambda name: -gains[name])
     for name in worth:
         fault, advice = _ADVICE[name]
@@ -46,5 +54,5 @@ def describe_record(run: Path) -> list[str]:
         verdict = f"{_ADVICE[worth[0]][0]}; without it the run would have been x{gains[worth[0]]:.2f} as fast"
     else:
         short = f", in less than {_LEAST_S:.0f} s" if worth else ""
-        verdict = f"healthy: {spent['compute'] / whole:.0%} of the time was steps{short}"
+        verdict = f"healthy: {spent.get(USEFUL, 0.0) / whole:.0%} of the time was steps{short}"
     return [*lines, f"verdict: {run.name}: {verdict}"]

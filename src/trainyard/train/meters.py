@@ -90,6 +90,7 @@ class StepMeter:
     def __init__(self, make_event: Callable[[], DeviceEvent] | None) -> None:
         """Begin to measure, with events of the type that `choose_event_type` returned."""
         self.longest_step_s = 0.0
+        self.input_wait_s = 0.0  # in which the device was idle, of all steps so far
         self._make_event = make_event
         self._launched: _LaunchedStep | None = None
         self._gaps: list[_Gap] = []
@@ -128,7 +129,7 @@ class StepMeter:
         self._wait_s += wait_s
         self._queue_end = self._record()
         if self._queue_end is None:
-            self._idle_s += wait_s
+            self._count_idle(wait_s)
             return self._count_time()
         before, self._launched = self._launched, _LaunchedStep(self._queue_end, self._gaps)
         self._gaps = []
@@ -174,8 +175,12 @@ class StepMeter:
 
     def _finish(self, step: "_LaunchedStep") -> float:
         step.end.synchronize()
-        self._idle_s += sum(begin.elapsed_time(end) for begin, end in step.gaps) / 1000
+        self._count_idle(sum(begin.elapsed_time(end) for begin, end in step.gaps) / 1000)
         return self._count_time()
+
+    def _count_idle(self, seconds: float) -> None:
+        self._idle_s += seconds
+        self.input_wait_s += seconds
 
     def _count_time(self) -> float:
         now = time.monotonic()

@@ -97,7 +97,7 @@ class Recorder:
         elapsed_s = round(self._elapsed_before_s + time.monotonic() - self._started_s, 3)
         line: Line = {"kind": kind, "step": step, **values, "elapsed_s": elapsed_s}
         if kind == "event":
-            line["time"] = datetime.now(UTC).isoformat(timespec="seconds")
+            line["time"] = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._check_owner()
         file = self._events if kind == "event" else self._metrics
         data = encode_line(line)
@@ -229,7 +229,10 @@ def open_recorder(context: RunContext, progress: Progress, metrics_position: int
         "device": context.device.type,
         "host": socket.gethostname(),
         "monitor": monitor,
+        "spent": context.heartbeat.read_spent(),
     }
+    if context.heartbeat.previous:
+        fields["previous"] = context.heartbeat.previous
     if missing:
         logger.warning("{}: {}", context.run, missing)
         fields |= {"missing": missing, "metrics": recorder.describe_metrics()}

@@ -111,6 +111,7 @@ class _Write:
     result: "Future[tuple[Path, float]]"  # the file, and the seconds that it took
     started_s: float
     copy_s: float
+    spent: Mapping[str, float]  # seconds of the attempt until then, by phase
     waited_s: float = 0.0  # by training: for the copy, for the checkpoint before, and for this one if it had to
     waited_for_previous_s: float = 0.0
 
@@ -200,7 +201,7 @@ class Saver:
                 self._record()
 
     def _start(self, state: TrainState, recorder: Recorder, *, wait: bool) -> _Write:
-        begin = time.perf_counter()
+        begin, spent = time.perf_counter(), self._context.heartbeat.read_spent()
         step, data, metrics = state.progress.step, self._context.data, recorder.describe_metrics()
         content = encode_state(
             state, fingerprint=data.fingerprint, metrics_position=metrics["bytes"], artifacts=data.artifacts
@@ -213,7 +214,7 @@ class Saver:
         best = state.best["step"] if state.best else None
         copied = time.perf_counter()
         result = self._thread.submit(partial(self._write_aside, content, step=step, meta=meta, best=best))
-        return _Write(step, result, started_s=begin, copy_s=copied - begin)
+        return _Write(step, result, started_s=begin, copy_s=copied - begin, spent=spent)
 
     def _can_copy(self, content: checkpoint.State) -> bool:
         """Choose whether training goes on during the write, and record the choice when it changes."""
@@ -260,7 +261,7 @@ class Saver:
                 max(self._cost_s, 1e-3), mtbf_hours=self._settings.mtbf_hours, max_minutes=self._settings.max_minutes
             )
         waits = {"waited_for_previous_s": write.waited_for_previous_s} if write.waited_for_previous_s else {}
-        fields = {"write_s": write_s, "bytes": saved.stat().st_size, "file": saved.name, **waits}
+        fields = {"write_s": write_s, "bytes": saved.stat().st_size, "file": saved.name, "spent": write.spent, **waits}
         self._log_event("checkpoint", step=write.step, seconds=write.waited_s, **fields)
 
 

@@ -79,7 +79,8 @@ def fit(context: RunContext, *, stop: StopFlag, limit: RuntimeLimit) -> Stop:
         if recorder is not None and not is_handled:
             # If the disk is full, the error itself is more than a second one about this line.
             with suppress(OSError):
-                recorder.log("event", state.progress.step, {"event": "failed", "reason": str(error)})
+                fields = {"event": "failed", "reason": str(error), "spent": context.heartbeat.read_spent()}
+                recorder.log("event", state.progress.step, fields)
         raise
     finally:
         if recorder is not None:
@@ -136,7 +137,8 @@ class Trainer:
         name, why = "done" if reason is Stop.NONE else "stop", reason.name.lower()
         if self.recorder is not None:
             seen = {"epoch": self.state.progress.epoch, "samples_seen": self.state.progress.samples_seen}
-            self._log_event(name, reason=why, metrics=self.recorder.describe_metrics(), **seen)
+            spent = self.context.heartbeat.read_spent()
+            self._log_event(name, reason=why, metrics=self.recorder.describe_metrics(), spent=spent, **seen)
         distributed.barrier()  # no rank leaves while another still needs it
         return reason
 
@@ -156,6 +158,7 @@ class Trainer:
                 for split in self.context.splits:
                     if split != TRAIN:
                         self._score(split, self._select_eval_module())
+            self._beat("preparing")
 
     def _train(self) -> Stop:
         progress = self.state.progress
@@ -170,6 +173,8 @@ class Trainer:
         try:
             with self.meter.pause():
                 micro_batches = self._choose_determinism(stream)
+            if self.context.precision.compile:
+                self._beat("compiling", now=True)  # in the first step
             while True:
                 with explain_nondeterministic_operator(self.context.run):
                     result = self._take_step(micro_batches)
@@ -348,6 +353,7 @@ class Trainer:
         return 0 < self.config.patience <= self.state.plateau.evaluations
 
     def _beat(self, phase: str, *, now: bool = False) -> None:
+        self.context.heartbeat.input_wait_s = self.meter.input_wait_s
         self.context.heartbeat.beat(phase, step=self.state.progress.step, total_steps=self.total_steps, now=now)
 
     @precision.allow_nondeterministic_operators()  # scoring has no backward pass, and changes no weights
