@@ -158,7 +158,7 @@ gpu-check: setup ## prove this card with tests/gpu, in eight minutes, into bench
 		*) echo "CPU=$$CPU: expected 1, to run what can run without a GPU" >&2; exit 2 ;; esac; \
 		$(VENV)/bin/python -m pytest tests/gpu -vv --results benchmarks "$${args[@]}"
 
-bench-peers: setup .venv-peers/.done ## measure reading, decoding and steps against other loaders, into benchmarks/ (benchmarks/README.md)
+bench-peers: setup .venv-peers/.done ## measure reading and decoding against other loaders, into benchmarks/ (benchmarks/README.md)
 	@$(VENV)/bin/python -m benchmarks --peers .venv-peers
 
 lock: setup ## resolve containers/*.in into *.lock again, from PyPI alone

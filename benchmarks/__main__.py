@@ -1,4 +1,4 @@
-"""`python -m benchmarks`, in a checkout: compare reading, decoding and training steps with the usual loaders."""
+"""`python -m benchmarks`, in a checkout: compare reading and decoding with the usual loaders."""
 
 import argparse
 import shlex

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SUITES = ("rgb", "gray", "raw", "prints", "read", "step")
+SUITES = ("rgb", "gray", "raw", "prints", "read")
 OURS = "ours"
 BATCH = 64  # samples
 SIZE_PX = 224  # width and height of the images that a loader yields
@@ -48,7 +48,7 @@ class Configuration:
     suite: str
     name: str
     data: Callable[[Setting], Path]  # prepares the data if it is missing, and returns the file or folder
-    batches: Callable[[Path, Setting], Iterator[Any]] | None  # None in the suite step, which has no data
+    batches: Callable[[Path, Setting], Iterator[Any]]
     distributions: tuple[str, ...]  # packages whose versions are recorded with the result
     note: str = ""  # where its output or its work differs from ours
     environment: str = "dev"  # "dev": this interpreter's; "peers": Setting.peers

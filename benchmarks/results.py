@@ -4,16 +4,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from benchmarks.contract import OURS
 from trainyard.errors import UserError
 from trainyard.measure import QUOTABLE_ROUNDS, QUOTABLE_SPREAD, Summary
 from trainyard.text import align_columns
-
-STEP_TARGET = (0.01, 0.3)
-"""A training step of the engine may cost this share, or this many ms, more than a plain loop, whichever is larger."""
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
@@ -44,8 +39,7 @@ def format_results(lines: Sequence[Mapping[str, Any]]) -> str:
         "+- (largest - smallest) / median; "
         f"? not quotable: spread above {QUOTABLE_SPREAD} or fewer than {QUOTABLE_ROUNDS} rounds"
     )
-    step = [compare_steps(results)] if head["suite"] == "step" else []
-    return "\n".join([f"{head['suite']}  {head['date']}  {head['command']}", *rows, legend, *step])
+    return "\n".join([f"{head['suite']}  {head['date']}  {head['command']}", *rows, legend])
 
 
 def _format_cell(value: object) -> str:
@@ -58,16 +52,3 @@ def _format_cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return str(value) if isinstance(value, str | int) else ""
-
-
-def compare_steps(results: Sequence[Mapping[str, Any]]) -> str:
-    """Format the extra time of an engine step over a plain loop, in ms, paired by round, with its target."""
-    times = {line["name"]: [r["ms_per_step"] for r in line["rounds"]] for line in results}
-    extra = [ours - plain for ours, plain in zip(times[OURS], times["plain_loop"], strict=True)]
-    share, least_ms = STEP_TARGET
-    target_ms = max(share * median(times["plain_loop"]), least_ms)
-    word = "met" if median(extra) <= target_ms else "MISSED"
-    return (
-        f"engine {median(times[OURS]):.3f} ms/step, plain loop {median(times['plain_loop']):.3f} ms/step: "
-        f"{median(extra):+.3f} ms (rounds {min(extra):+.3f} .. {max(extra):+.3f}); target {target_ms:.3f} ms {word}"
-    )

@@ -1,4 +1,4 @@
-"""Measures loaders, readers and training steps side by side, and writes the results.
+"""Measures loaders and readers side by side, and writes the results.
 
 A suite is a set of configurations that do the same work. Each is measured by `worker.py` in its own process; this file
 chooses the order, collects the rounds, and computes ratios within a round, where both sides saw the same machine load.

@@ -15,17 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import loaders, ours, peers, prints, readers
-from benchmarks.contract import BATCH, OURS, PRINT_PX, SIZE_PX, Configuration, Setting
-
-STEP = Configuration(
-    "step", OURS, lambda setting: setting.data, None, ("trainyard", "torch"), "train_step of the engine"
-)
+from benchmarks.contract import BATCH, PRINT_PX, SIZE_PX, Configuration, Setting
 
 
 def list_configurations() -> list[Configuration]:
     """List the configurations of all suites. Loads no torch."""
     modules = (ours, readers, loaders, prints, peers)
-    return [STEP, *(configuration for module in modules for configuration in module.list_configurations())]
+    return [configuration for module in modules for configuration in module.list_configurations()]
 
 
 def main() -> None:
@@ -39,29 +35,25 @@ def main() -> None:
         if configuration.full_name in names:
             data = configuration.data(setting)
             if command == "measure":
-                output.writelines(json.dumps(line) + "\n" for line in measure_one(configuration, data, setting))
+                output.write(json.dumps(measure_one(configuration, data, setting)) + "\n")
     output.close()
     os._exit(0)  # skip the orderly shutdown of a busy loader's threads and worker processes
 
 
-def measure_one(configuration: Configuration, data: Path, setting: Setting) -> list[dict[str, Any]]:
-    """Measure one configuration; the suite step has a line for each of its two steps."""
+def measure_one(configuration: Configuration, data: Path, setting: Setting) -> dict[str, Any]:
+    """Measure one configuration."""
     if configuration.suite != "read":
         import torch
 
-        torch.set_num_threads(1)  # every loader here has its own threads or processes; in a step they would add noise
+        torch.set_num_threads(1)  # every loader here has its own threads or processes
     limits = {"warmup": setting.warmup, "samples": setting.samples, "seconds": setting.seconds}
-    versions = {"versions": find_versions(configuration.distributions)}
-    if configuration.batches is None:
-        from benchmarks import step
-
-        return [line | versions for line in step.measure_interleaved(**limits)]
     read_through(data)
     batches = configuration.batches(data, setting)
     first = next(batches)
     check_batch(configuration, first)
     output = {"shape": list(first.shape), "dtype": str(first.dtype)}
-    return [{"name": configuration.name, "output": output, **versions, **measure(batches, **limits)}]
+    versions = find_versions(configuration.distributions)
+    return {"name": configuration.name, "output": output, "versions": versions, **measure(batches, **limits)}
 
 
 def find_versions(distributions: tuple[str, ...]) -> dict[str, str]:
