@@ -14,12 +14,11 @@ from tests.run_folders import RunFolder, format_time
 from tests.test_report import ENV, MONITOR, Page, make_finished_run, new_run, open_recorder
 from trainyard.cli import main
 from trainyard.errors import UserError
-from trainyard.report.board import compute_goodput, update_board, write_board
+from trainyard.report.board import update_board, write_board
 from trainyard.report.run_page import write_report
 from trainyard.runs.events import read_metrics, read_sampled_metrics
 from trainyard.runs.folder import record_error, write_env
 from trainyard.runs.lock import RunLock
-from trainyard.runs.status import read_statuses
 
 
 def write_run(root: Path, number: int, *, ending: str = "done", steps: int = 40) -> Path:
@@ -40,8 +39,15 @@ def write_run(root: Path, number: int, *, ending: str = "done", steps: int = 40)
             "monitor": MONITOR,
             "total_steps": 40,
             "time": format_time(begin),
+            "spent": {"preparing": 0.001},
         },
-        {"event": ending, "step": steps, "reason": "none", "train_s": 50.0, "time": format_time(begin + 100)},
+        {
+            "event": ending,
+            "step": steps,
+            "reason": "none",
+            "spent": {"preparing": 30.0, "training": 50.0, "evaluating": 20.0},
+            "time": format_time(begin + 100),
+        },
     ]
     lines = [
         {
@@ -156,15 +162,6 @@ def test_a_run_that_ends_writes_the_board_again_and_never_fails_of_it(runs, caps
     (runs / ".board.lock").mkdir()
     update_board(run)
     assert (runs / "index.html").read_text() == "old"
-
-
-def test_goodput_is_the_share_of_time_in_training_that_is_kept(tmp_path):
-    run = write_run(tmp_path, 1)
-    (status,), _ = read_statuses([run])
-    assert compute_goodput(status) == 0.5
-    (run / "events.jsonl").write_text((run / "events.jsonl").read_text().replace("train_s", "other"))
-    (status,), _ = read_statuses([run])
-    assert compute_goodput(status) is None
 
 
 # In a browser

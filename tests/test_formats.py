@@ -104,7 +104,7 @@ def list_stored(folder: Path) -> dict[str, set[str]]:
     for line in read_metrics(run):
         found.setdefault(line["kind"], set()).update("METRIC" if name == "accuracy" else name for name in line)
     for event in read_events(run):
-        own = event.keys() - {"kind", "event", "step", "elapsed_s", "time", "train_s"} - SOMETIMES
+        own = event.keys() - {"kind", "event", "step", "elapsed_s", "time"} - SOMETIMES
         found.setdefault(f"Events {event['event']}", set()).update(own)
     return found
 

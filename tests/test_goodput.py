@@ -19,6 +19,7 @@ from trainyard.runs.goodput import (
     START_UP,
     STOPPED,
     USEFUL,
+    compute_goodput,
     compute_shares,
     describe_goodput,
     label_seconds,
@@ -37,7 +38,7 @@ START = make_event(110, "start", 0, spent={"preparing": 8.0, "packing": 1.0})
 def test_every_second_of_an_attempt_has_a_label():
     spent = {"preparing": 9.0, "packing": 1.0, "compiling": 2.0, "training": 50.0, "input": 5.0, "evaluating": 3.0}
     done = make_event(180, "done", 40, spent=spent | {"saving": 4.0})
-    seconds = sum_up(100.0, [START, done], {})
+    seconds = sum_up(format_time(100.0), [START, done], {})
     expected = {"packing": 1, "compilation": 2, "input wait": 5, "evaluation": 3, "saving": 4, USEFUL: 50, START_UP: 9}
     assert seconds == expected | {STOPPED: 1}, "the process began 9 s before its start was recorded"
     assert next(iter(seconds)) == USEFUL
@@ -47,20 +48,24 @@ def test_every_second_of_an_attempt_has_a_label():
 def test_what_a_killed_attempt_did_after_its_last_checkpoint_is_lost():
     saved = make_event(130, "checkpoint", 10, spent={"preparing": 9.0, "training": 10.0})
     beat = {"attempt": "a", "spent": {"preparing": 9.0, "training": 25.0, "evaluating": 1.0}}
-    running = sum_up(100.0, [START, saved], beat)
+    running = sum_up(format_time(100.0), [START, saved], beat)
     assert running == {USEFUL: 25, START_UP: 9, STOPPED: 1, "evaluation": 1}, "it may be running still"
     resumed = make_event(200, "resume", 10, "b", spent={"preparing": 7.0}, previous=beat)
-    seconds = sum_up(100.0, [START, saved, resumed], {})
+    seconds = sum_up(format_time(100.0), [START, saved, resumed], {})
     # until 101 + 35 s the first attempt, from 193 s the second
     assert seconds == {USEFUL: 10, LOST: 16, START_UP: 16, STOPPED: 1 + 193 - 136}
     again = make_event(200, "start", 0, "b", spent={"preparing": 7.0}, previous=beat)
-    assert sum_up(100.0, [START, saved, again], {})[LOST] == 26, "from scratch: everything but its start-up"
+    assert sum_up(format_time(100.0), [START, saved, again], {})[LOST] == 26, (
+        "from scratch: everything but its start-up"
+    )
 
 
 def test_a_stop_that_saved_loses_nothing():
     stop = make_event(150, "stop", 30, spent={"preparing": 9.0, "training": 38.0, "saving": 2.0})
     resumed = make_event(170, "resume", 30, "b", spent={"preparing": 7.0})
-    seconds = sum_up(101.0, [START, stop, resumed], {"attempt": "b", "spent": {"preparing": 7.0, "training": 5.0}})
+    seconds = sum_up(
+        format_time(101.0), [START, stop, resumed], {"attempt": "b", "spent": {"preparing": 7.0, "training": 5.0}}
+    )
     assert seconds == {USEFUL: 43, START_UP: 16, STOPPED: 13, "saving": 2}
 
 
@@ -68,20 +73,21 @@ def test_a_second_start_in_one_process_is_counted_once():
     """Without memory on a GPU, an attempt starts again with half the micro-batch."""
     again = make_event(130, "start", 0, spent={"preparing": 12.0, "training": 20.0})
     done = make_event(170, "done", 9, spent={"preparing": 12.0, "training": 60.0})
-    assert sum_up(101.0, [START, again, done], {}) == {USEFUL: 40, START_UP: 8, "packing": 1, LOST: 23}
+    assert sum_up(format_time(101.0), [START, again, done], {}) == {USEFUL: 40, START_UP: 8, "packing": 1, LOST: 23}
 
 
 def test_a_clock_that_goes_back_takes_no_time():
     stop = make_event(150, "stop", 30, spent={"preparing": 9.0, "training": 40.0})
     resumed = make_event(20, "resume", 30, "b", spent={"preparing": 7.0})
-    seconds = sum_up(500.0, [START, stop, resumed], {})
+    seconds = sum_up(format_time(500.0), [START, stop, resumed], {})
     assert seconds == {USEFUL: 40, START_UP: 16} and STOPPED not in seconds
 
 
 @pytest.mark.parametrize("spent", [None, 3, {}, {"preparing": "long"}, {"preparing": -1.0}, {"preparing": True}])
 def test_a_run_that_did_not_record_its_seconds_has_none(spent):
-    assert sum_up(0.0, [{**START, "spent": spent}], {"attempt": "a", "spent": spent}) == {}
-    assert sum_up(0.0, [], {}) == {}
+    assert sum_up(format_time(0.0), [{**START, "spent": spent}], {"attempt": "a", "spent": spent}) == {}
+    assert sum_up(format_time(0.0), [], {}) == {}
+    assert sum_up("yesterday", [START], {}) == {} and compute_goodput({}) is None
 
 
 def test_goodput_is_one_sentence():

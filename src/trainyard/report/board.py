@@ -22,7 +22,7 @@ from trainyard.report.html import escape, render_page
 from trainyard.report.metric_values import format_metric
 from trainyard.runs.events import STARTS, Line, read_sampled_metrics
 from trainyard.runs.folder import estimate_creation_time, format_run_name, list_runs
-from trainyard.runs.history import parse_time
+from trainyard.runs.goodput import compute_goodput, sum_up
 from trainyard.runs.state import ACTIVE, State
 from trainyard.runs.status import Status, read_statuses, suggest_command
 from trainyard.text import format_duration
@@ -90,19 +90,6 @@ def _find_place(status: Status) -> tuple[str, str]:
     return status.snapshot.created or estimate_creation_time(status.run), format_run_name(status.run)
 
 
-def compute_goodput(status: Status) -> float | None:
-    """Return which share of the time since a run first started went into training that is kept; None: not recorded.
-
-    The rest is evaluation, saving, preparing, waiting in the queue, and steps that were lost and taken again.
-    """
-    events = status.snapshot.events
-    begin = next((parse_time(event["time"]) for event in events if event.get("event") in STARTS), None)
-    known = [event for event in events if isinstance(event.get("train_s"), int | float)]
-    if begin is None or not known or (whole_s := parse_time(known[-1]["time"]) - begin) <= 0:
-        return None
-    return min(1.0, float(known[-1]["train_s"]) / whole_s)  # times of events are whole seconds
-
-
 def _render(statuses: Sequence[Status], note: str, root: Path) -> str:
     counts = Counter(status.state for status in statuses)
     summary = ", ".join(f"{counts[state]:,} {state}" for state in State if counts[state])
@@ -137,7 +124,8 @@ def _render_row(status: Status, flag: str, now: float) -> str:
     command += flag if command.startswith("trainyard ") else ""
     progress = "" if status.step is None else f"{status.step:,}"
     progress += f" of {status.total_steps:,}" if status.total_steps is not None else ""
-    goodput = compute_goodput(status)
+    snapshot = status.snapshot
+    goodput = compute_goodput(sum_up(snapshot.created, snapshot.events, snapshot.heartbeat))
     cells = (
         f'<a href="{page}">{_break_after(name, "/")}</a>',
         f'<span class="pill {_SHADES.get(status.state, "")}">{escape(status.state)}</span> '

@@ -42,12 +42,13 @@ def label_seconds(run: Path, events: Sequence[Line]) -> dict[str, float]:
         events: of all attempts, oldest first.
     """
     try:
-        return sum_up(parse_time(read_creation_time(run)), events, read_object(run / "heartbeat.json"))
-    except (UserError, ValueError):  # without a time of creation, or with one that is none
+        created = read_creation_time(run)
+    except UserError:
         return {}
+    return sum_up(created, events, read_object(run / "heartbeat.json"))
 
 
-def sum_up(created: float, events: Sequence[Line], heartbeat: Mapping[str, Any]) -> dict[str, float]:
+def sum_up(created: str, events: Sequence[Line], heartbeat: Mapping[str, Any]) -> dict[str, float]:
     """Return the seconds of a run by what they went to, largest first; empty if its attempts did not record them.
 
     They add up to the time from its creation to its end, or to the last sign of life. Where a wall clock went back
@@ -55,7 +56,7 @@ def sum_up(created: float, events: Sequence[Line], heartbeat: Mapping[str, Any])
     the next one resumed from. Of a killed attempt the seconds after its last heartbeat count as stopped.
 
     Args:
-        created: when the run was created, seconds since the epoch.
+        created: when the run was created, ISO 8601.
         events: of all attempts, oldest first.
         heartbeat: the newest.
     """
@@ -64,7 +65,10 @@ def sum_up(created: float, events: Sequence[Line], heartbeat: Mapping[str, Any])
         return {}
     seconds: defaultdict[str, float] = defaultdict(float)
     process: _Spent = {}  # what the process of the attempt had counted before this start
-    known_until, attempt = created, None
+    try:
+        known_until, attempt = parse_time(created), None
+    except ValueError:
+        return {}
     for begin, end in pairwise([*starts, len(events)]):
         first, own = events[begin], events[begin:end]
         following = events[end] if end < len(events) else None
@@ -83,6 +87,11 @@ def sum_up(created: float, events: Sequence[Line], heartbeat: Mapping[str, Any])
     return {label: seconds[label] for label in sorted(seconds, key=lambda label: -seconds[label]) if seconds[label] > 0}
 
 
+def compute_goodput(seconds: Mapping[str, float]) -> float | None:
+    """Return the share of useful steps; None where it was not recorded."""
+    return seconds.get(USEFUL, 0.0) / sum(seconds.values()) if seconds else None
+
+
 def compute_shares(runs: Iterable[Mapping[str, float]]) -> list[tuple[str, float, float]]:
     """Return (label, seconds, percent) over runs, largest first."""
     total: defaultdict[str, float] = defaultdict(float)
@@ -96,10 +105,10 @@ def compute_shares(runs: Iterable[Mapping[str, float]]) -> list[tuple[str, float
 
 def describe_goodput(shares: Sequence[tuple[str, float, float]]) -> str:
     """Return one sentence: which share was steps that count, and what most of the rest went to."""
-    useful = next((share for label, _, share in shares if label == USEFUL), 0.0)
+    goodput = compute_goodput({label: seconds for label, seconds, _ in shares})
     whole = format_duration(sum(seconds for _, seconds, _ in shares))
     rest = next((f"; most of the rest: {label}, {share:.0f} %" for label, _, share in shares if label != USEFUL), "")
-    return f"Goodput: {useful:.0f} % of {whole} were steps whose result counts{rest}."
+    return f"Goodput: {100 * (goodput or 0.0):.0f} % of {whole} were steps whose result counts{rest}."
 
 
 def _find_last(own: Sequence[Line], following: Line | None, heartbeat: Mapping[str, Any]) -> _Spent:
@@ -117,9 +126,9 @@ def _find_kept(own: Sequence[Line], following: Line | None, last: _Spent) -> _Sp
     """Return what an attempt had counted at the checkpoint that the following one resumed from."""
     if following is None:
         return last
-    if own[-1].get("event") in ENDS and own[-1]["step"] == following["step"]:
+    if own[-1].get("event") in ENDS and own[-1].get("step") == following.get("step"):
         return last
-    saved = [e for e in own if e.get("event") == "checkpoint" and e["step"] == following["step"]]
+    saved = [e for e in own if e.get("event") == "checkpoint" and e.get("step") == following.get("step")]
     return _read_spent(saved[-1]) if saved else _read_spent(own[0])
 
 

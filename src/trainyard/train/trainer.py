@@ -476,5 +476,4 @@ class Trainer:
 
     def _log_event(self, name: str, *, step: int | None = None, **fields: Any) -> None:
         if self.recorder is not None:
-            train_s, step = round(self.state.progress.train_s, 3), self.state.progress.step if step is None else step
-            self.recorder.log("event", step, {"event": name, **fields, "train_s": train_s})
+            self.recorder.log("event", self.state.progress.step if step is None else step, {"event": name, **fields})
