@@ -1,7 +1,8 @@
 """Plants what slows a job down from outside of it, and asks `trainyard doctor` what it finds.
 
 `python -m tests.doctor_faults --cache FOLDER [--repeats N] [--only NAME] [--results benchmarks]` prints how often
-each fault was named, and writes it. Cgroups (v1), mounts and a second rank need root.
+each fault was named, and writes it. Cgroups (v1), mounts and a second rank need root. `--overhead` measures instead
+how fast steps are while the doctor samples the loader's threads, and how long the heartbeat takes to count a phase.
 """
 
 import argparse
@@ -12,15 +13,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
 
 from trainyard.config import compose as configs
 from trainyard.data.prepare import prepare_data
-from trainyard.measure import make_header, write_new
+from trainyard.measure import Ratio, make_header, write_new
+from trainyard.tools.stage_sampler import StageSampler
+from trainyard.tools.trial import open_trial
+from trainyard.train.heartbeat import Heartbeat
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = ROOT / "tests" / "families"
@@ -292,6 +296,27 @@ def format_matrix(lines: Sequence[dict[str, object]]) -> list[str]:
     ]
 
 
+def measure_overhead(cache: Path, *, rounds: int) -> list[dict[str, object]]:
+    """Take steps with and without the sampler by turns, of a job that its loader limits; return a line for each."""
+    config = prepare_data(configs.compose("stripes", [f"data.cache={cache}", "data.decode=cpu"], FAMILIES), FAMILIES)
+    seconds: dict[str, list[float]] = {"without": [], "with": []}
+    with open_trial(config, FAMILIES, os.environ) as trial, closing(trial.open_stream()) as stream:
+        for turn in range(-1, rounds):  # the first is not counted
+            for name in sorted(seconds, reverse=turn % 2 == 0):
+                with StageSampler() if name == "with" else nullcontext():
+                    begin = time.perf_counter()
+                    for _ in range(100):
+                        trial.take_step(trial.take_micro_batches(stream))
+                    if turn >= 0:
+                        seconds[name].append(time.perf_counter() - begin)
+        beat, begin = Heartbeat(trial.context.run, "overhead", is_main=False).beat, time.perf_counter()
+        for _ in range(100_000):
+            beat("training")
+        beat_us = 10 * (time.perf_counter() - begin)
+    ratio = Ratio.from_values(seconds["without"], seconds["with"])
+    return [{"kind": "overhead", "sampled": asdict(ratio), "rounds": rounds, "beat_us": beat_us, **seconds}]
+
+
 def main() -> None:
     """Measure the matrix, print the table and write it."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -299,7 +324,15 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a fault's name and strength")
     parser.add_argument("--cache", type=Path, required=True, help="folder for packed data")
     parser.add_argument("--results", type=Path)
+    parser.add_argument("--overhead", action="store_true")
     args = parser.parse_args()
+    if args.overhead:
+        lines = measure_overhead(args.cache, rounds=20 * args.repeats)
+        print(lines[0]["sampled"], f"a beat takes {lines[0]['beat_us']:.2f} us")
+        if args.results:
+            header = make_header("doctor-overhead", vars(args)) | {"load": os.getloadavg()}
+            print(f"written: {write_new(args.results, 'doctor-overhead', [header, *lines])}")
+        return
     plants = [plant for plant in list_plants() if args.only in plant.name]
     lines = measure_matrix(plants, args.cache, repeats=args.repeats, say=lambda text: print(text, flush=True))
     print("\n".join(format_matrix(lines)))
