@@ -96,7 +96,7 @@ def list_switches(runner: LoopRunner, naive: Loop, full: Loop, environ: Mapping[
     context, module = runner.context, runner.module
     on_cpu = context.device.type == "cpu"
     no_gpu = "needs a GPU" if on_cpu else ""
-    no_halves = "" if context.precision.dtype != "fp32" else "the job is precision=fp32"
+    no_halves = "" if context.precision.dtype != "fp32" else "fp32 is what this card or the job's precision= allows"
     images = "" if IMAGE in context.data.records else "the job has no images"
     encoded = any(records.kind not in (ARRAY, RAGGED) for records in context.data.records.values())
     compiler = explain_missing_compiler(_find_sm(context.device), environ) or ""

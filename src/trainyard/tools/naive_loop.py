@@ -157,7 +157,7 @@ class LoopRunner:
         """
         self.trial, self.context, self.module = trial, trial.context, trial.state.module
         data, order = self.context.data, self.context.orders(0)
-        self._initial = {name: value.clone() for name, value in self.module.state_dict().items()}
+        self._initial = {name: value.to("cpu", copy=True) for name, value in self.module.state_dict().items()}
         sample_bytes = sum(records.size.sum() for records in data.records.values()) / data.count
         most = min(_MOST_SAMPLES, int(_MOST_BYTES / max(1.0, sample_bytes))) // order.global_batch_size
         self.order = replace(order, ids=order.ids[: max(1, most) * order.global_batch_size])
