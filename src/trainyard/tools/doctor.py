@@ -15,7 +15,8 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainyard.config.duration import Duration
+from trainyard.data.host_memory import read_available_memory
 from trainyard.data.loader import MicroBatch
 from trainyard.data.shards import ShardSet, find_file_system
 from trainyard.hardware import count_cores, read_cpu_quota
@@ -38,7 +40,7 @@ from trainyard.tools.trial import Trial
 from trainyard.train import checkpoint, distributed
 from trainyard.train.evaluate import predict_share
 from trainyard.train.precision import allow_nondeterministic_operators
-from trainyard.train.run_context import VALIDATION, compute_total_minutes, compute_total_steps
+from trainyard.train.run_context import VALIDATION, compute_total_minutes, compute_total_steps, make_loader
 from trainyard.train.run_state import encode_state
 
 T = TypeVar("T")
@@ -47,6 +49,7 @@ COMPUTE, LOADER, TOGETHER = "step alone", "loader alone", "both together"
 
 _ROUNDS = 5
 _DISK_BYTES = 32 << 20  # read at most, to measure a disk
+_STEPS_OF_A_ROUND = 3
 _SPIN_S = 0.3
 _SMALL_SHM = 64 << 20  # of a container started without --shm-size: Docker's default
 _LEAST_DISK_BYTES, _LEAST_DISK_S = 1 << 20, 0.5  # of fewer and shorter reads the rate is that of a few system calls
@@ -103,7 +106,7 @@ def diagnose(trial: Trial, *, seconds: float) -> Diagnosis:
     _split_step(trial, cached, found)
     _find_slow_rank(trial, cached, found)
     _find_host_syncs(trial, cached, found)
-    _measure_threads(trial, cached, found)
+    _measure_threads(trial, found)
     _measure_around(trial, found)
     _measure_disk(trial, found)
     _look_at_machine(trial, cached, found)
@@ -317,31 +320,44 @@ def _measure_busy_share(trial: Trial, cached: list[MicroBatch]) -> float:
     return min(1.0, busy_us / 1e6 / step_s)
 
 
-def _measure_threads(trial: Trial, cached: list[MicroBatch], found: Diagnosis) -> None:
-    """Compare steps with as many threads as there are cores, and with as many as the run uses."""
-    used, here = torch.get_num_threads(), trial.context.world.local_world_size
-    cores = count_cores()
-    found.facts["threads"] = f"{used} of torch and {trial.context.threads} of the loader on {cores} cores"
-    fair = max(1, cores // here)
-    if used <= fair or trial.context.device.type != "cpu":
+def _measure_threads(trial: Trial, found: Diagnosis) -> None:
+    """Compare steps with the run's threads of torch and of the loader, and with as many as there are cores."""
+    context = trial.context
+    here, cores, on_cpu = context.world.local_world_size, count_cores(), context.device.type == "cpu"
+    used = (torch.get_num_threads() if on_cpu else 1, context.threads)
+    found.facts["threads"] = f"{used[0]} of torch and {used[1]} of the loader on {cores} cores"
+    most = max(1, cores // here)
+    fair = (min(used[0], most), min(used[1], most))
+    if used == fair:
         return
-    times: dict[int, list[float]] = {used: [], fair: []}
+    loaders = {used: trial.loader, fair: make_loader(replace(context, threads=fair[1]))}
+    times: dict[tuple[int, int], list[float]] = {used: [], fair: []}
     for _ in range(_ROUNDS):
-        for count, seconds in times.items():
-            torch.set_num_threads(count)
-            seconds.append(_time_step(trial, cached))
-    torch.set_num_threads(used)
-    gain = median(times[used]) / median(times[fair])
-    variable = "OMP_NUM_THREADS"
+        for count, loader in loaders.items():
+            if on_cpu:
+                torch.set_num_threads(count[0])
+            with closing(trial.open_stream(loader)) as stream:
+                trial.take_step(trial.take_micro_batches(stream))
+                times[count].append(_measure(trial, partial(_take_steps, trial, stream))[0] / _STEPS_OF_A_ROUND)
+    if on_cpu:
+        torch.set_num_threads(used[0])
+    by_torch, variable = used[0] > most, "OMP_NUM_THREADS"
+    advice = f"unset {variable}" if variable in os.environ else f"set {variable}={most}"
     found.faults.append(
         Fault(
             "oversubscribed threads",
-            f"{here * used} threads of torch share {cores} cores; with {fair} a rank a step takes "
-            f"{1e3 * median(times[fair]):.0f} ms instead of {1e3 * median(times[used]):.0f}",
-            f"unset {variable}" if variable in os.environ else f"set {variable}={fair}",
-            gain=gain,
+            f"{here * used[0]} threads of torch and {here * used[1]} of the loader share {cores} cores; with "
+            f"{here * fair[0]} and {here * fair[1]} a step takes {1e3 * median(times[fair]):.0f} ms instead of "
+            f"{1e3 * median(times[used]):.0f}",
+            advice if by_torch else f"data.threads={most}, or leave it out",
+            gain=median(times[used]) / median(times[fair]),
         )
     )
+
+
+def _take_steps(trial: Trial, stream: Iterator[MicroBatch]) -> None:
+    for _ in range(_STEPS_OF_A_ROUND):
+        trial.take_step(trial.take_micro_batches(stream))
 
 
 # Around the step
@@ -418,16 +434,27 @@ def _measure_disk(trial: Trial, found: Diagnosis) -> None:
         f"{needed / 2**20:,.1f} MiB/s"
     )
     if rate < needed:
-        limit = rate / per_sample
+        limit, compute = rate / per_sample, found.rates[COMPUTE].median
+        from_disk, where = _count_epochs_from_disk(trial)
         found.faults.append(
             Fault(
                 "slow disk",
-                f"{data.folder} ({kind}) gives {limit:,.0f} samples/s where they are not in memory, and the steps "
-                f"take {found.rates[COMPUTE].median:,.0f}",
+                f"{data.folder} ({kind}) gives {limit:,.0f} samples/s where they are not in memory, {where}, and the "
+                f"steps take {compute:,.0f}",
                 "data.stage=always with a scratch disk in the cluster file, or packing.store with smaller records",
-                gain=found.rates[COMPUTE].median / limit,
+                gain=1 + from_disk * (compute / limit - 1),
             )
         )
+
+
+def _count_epochs_from_disk(trial: Trial) -> tuple[float, str]:
+    """Return the share of a run's epochs that read from the disk, and which: the first, of what fits in memory."""
+    context, config = trial.context, trial.context.config
+    size = sum(shard.size_bytes for shard in context.data.shards)
+    if size > read_available_memory().bytes:
+        return 1.0, "as in every epoch"
+    epochs = (compute_total_steps(config, len(context.orders(0))) or 0) / len(context.orders(0))
+    return 1 / max(1.0, epochs), f"as in the first of {epochs:,.0f} epochs" if epochs > 1 else "as in its one epoch"
 
 
 def read_past_cache(data: ShardSet, *, most: int = _DISK_BYTES) -> tuple[int, float]:

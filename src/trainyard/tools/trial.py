@@ -48,10 +48,10 @@ class Trial:
         """Samples of a full optimizer step of all ranks."""
         return self.context.config.global_batch_size
 
-    def open_stream(self) -> Generator[MicroBatch, None, None]:
-        """Return the loader's stream of micro-batches, from the first on; close it."""
+    def open_stream(self, loader: Loader | None = None) -> Generator[MicroBatch, None, None]:
+        """Return a loader's stream of micro-batches, from the first on; close it. None: this rank's own."""
         size = self.context.micro_batch_size
-        return self.loader.train(self.context.orders, epoch=0, start=0, micro_batch_size=size)
+        return (loader or self.loader).train(self.context.orders, epoch=0, start=0, micro_batch_size=size)
 
     def read_step(self) -> list[MicroBatch]:
         """Return the micro-batches of the first step, on the device."""
