@@ -28,13 +28,17 @@ from trainyard.config.families import load_family
 from trainyard.config.settings import TrainConfig
 from trainyard.data.loader import Loader
 from trainyard.data.shards import ShardSet
+from trainyard.report.headline import find_headline
 from trainyard.report.run_page import write_report
+from trainyard.report.run_story import RunStory
+from trainyard.runs.events import read_events
 from trainyard.tables import read_table
 from trainyard.train import checkpoint
 from trainyard.train.meters import Interval
 from trainyard.train.module import DataInfo
 from trainyard.train.swa import WeightAverage
 
+JOBS = Path(__file__).parents[1] / "jobs"
 SWA = [
     "swa=true",
     "ema_decay=0",
@@ -308,3 +312,15 @@ def test_an_interval_of_time_is_reported_once_until_it_restarts():
         time.sleep(0.04)
         assert interval.has_elapsed() and not interval.has_elapsed()
         interval.restart()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["antispoof_smoke", "pricing_smoke", "twins_smoke"])
+def test_methods_without_a_network_are_scored_on_the_first_test_set(preset, tmp_path):
+    run = new_run(tmp_path, "score_baselines=true", "max_duration=2st", "eval_every=2st", job=preset, jobs=JOBS)
+    assert train(run, jobs=JOBS) == 0
+    (event,) = (event for event in read_events(run) if event["event"] == "baselines")
+    monitor = next(event["monitor"] for event in read_events(run) if event["event"] == "start")
+    assert event["split"] == "test" and event["seconds"] > 0
+    assert all(metrics[monitor["metric"]] >= 0 for metrics in event["scores"].values()) and event["scores"]
+    assert any(name in find_headline(RunStory.read(run)).place for name in event["scores"])

@@ -564,6 +564,20 @@ def test_the_page_says_what_each_second_of_a_run_went_to(tmp_path):
     assert "Goodput: 50 % of 1m00s were steps whose result counts; most of the rest: input wait, 17 %." in page
 
 
+def test_the_verdict_is_about_the_best_method_without_a_network(tmp_path):
+    run = new_run(tmp_path)
+    monitor = {**MONITOR, "baseline": ["chance", 0.5]}
+    scores = {"pixels": {"eer": 0.3}, "logistic": {"eer": 0.1, "eer_low": 0.05, "eer_high": 0.2}, "other": {"auc": 1.0}}
+    with closing(open_recorder(run)) as log:
+        log.log("event", 0, {"event": "start", "monitor": monitor})
+        log.log("eval", 9, {"split": "test", "eer": 0.2, "eer_low": 0.15, "eer_high": 0.25})
+        log.log("event", 9, {"event": "baselines", "split": "val", "scores": {"val": {"eer": 0.0}}, "seconds": 1.0})
+        log.log("event", 9, {"event": "baselines", "split": "test", "scores": scores, "seconds": 3.2})
+    headline = find_headline(RunStory.read(run))
+    assert headline.verdict == "Worse than logistic (0.1000): so is its whole 95 % interval."
+    assert headline.place.endswith("lower is better; logistic 0.1000 [0.05000, 0.2000], in 3s; chance 0.5000")
+
+
 def test_a_missing_interval_is_explained(tmp_path):
     run = new_run(tmp_path)
     for lost, is_explained in (({}, False), ({"draws_lost_twin": 0.52}, True)):

@@ -134,6 +134,7 @@ class AntispoofModule(TrainModule):
     monitor = ("eer", "min")
     tie_breaks = (("cllr", "min"),)  # the rate is 0 for every separation without an overlap
     baseline = ("chance", 0.5)
+    rivals = ("pooled logistic",)
 
     def __init__(
         self,

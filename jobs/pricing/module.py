@@ -65,6 +65,7 @@ class PricingModule(TrainModule):
 
     monitor = ("smape", "min")
     baseline = ("the median of the training prices", "smape_constant")
+    rivals = ("ridge",)
     reads_noise = False
 
     def __init__(self, network: PriceNetwork, config: Config, data: DataInfo) -> None:

@@ -66,6 +66,7 @@ class TwinsModule(TrainModule):
 
     identity_column = "person"
     baseline = ("chance", 0.5)
+    rivals = ("raw pixels",)
     reads_noise = False
     training_only = ("class_of_code", "directions.")
     class_of_code: Tensor

@@ -348,6 +348,12 @@ class TrainConfig:
     eval_on_start: bool = option(
         False, "score the validation and the test sets before the first step, too: a baseline of what training adds"
     )
+    score_baselines: bool = option(
+        True,
+        "after training, also score the family's methods without a network on the first test set: the page's verdict "
+        "is about the best of them",
+        mutable_on_resume=True,
+    )
     monitor: str = option(
         "",
         "validation metrics that decide which checkpoint is the best, such as eer:min,d_prime:max: each decides where "

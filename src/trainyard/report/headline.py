@@ -9,6 +9,7 @@ from trainyard.report.html import escape
 from trainyard.report.metric_values import format_metric, format_score
 from trainyard.report.run_story import RunStory
 from trainyard.runs.events import Line, has_interval, list_metric_names, name_interval_ends
+from trainyard.text import format_duration
 
 _MOST_OTHERS = 3
 
@@ -53,9 +54,11 @@ def find_headline(story: RunStory) -> Headline:
     final = (line for line in reversed(story.evals) if has_interval(line, metric) or _has_lost_draws(line))
     line = line or next(final, None) or (best[1] if best else story.evals[-1])
     untrained = _find_untrained(story, metric, line)
-    baseline = _find_baseline(monitor, line) or untrained
+    rival, place = _find_rival(story, metric, mode, line)
+    baseline = rival or _find_baseline(monitor, line) or untrained
     parts = [f"on {line['split']}, {_name_weights(story, line)}", f"{_WORDS[mode]} is better"]
-    parts += [f"{one.name} {format_score(one.value)}" for one in dict.fromkeys([baseline, untrained]) if one]
+    shown = [one for one in dict.fromkeys([baseline, _find_baseline(monitor, line), untrained]) if one]
+    parts += [place if one is rival else f"{one.name} {format_score(one.value)}" for one in shown]
     return Headline(
         metric,
         format_metric(line, metric),
@@ -137,6 +140,22 @@ def _find_baseline(monitor: Mapping[str, Any], line: Line) -> Baseline | None:
     if not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return Baseline(str(name), float(value))
+
+
+def _find_rival(story: RunStory, metric: str, mode: str, line: Line) -> tuple[Baseline | None, str]:
+    """Return the best method without a network on the same set, and what to say of it; None if none was scored."""
+    events = [event for event in story.list_current_events() if event.get("event") == "baselines"]
+    event = next((event for event in reversed(events) if event.get("split") == line["split"]), {})
+    scores = {
+        str(name): values
+        for name, values in (event.get("scores") or {}).items()
+        if isinstance(values, Mapping) and isinstance(values.get(metric), float)
+    }
+    if not scores:
+        return None, ""
+    name = (min if mode == "min" else max)(scores, key=lambda name: scores[name][metric])
+    seconds = format_duration(float(event.get("seconds", 0.0)))
+    return Baseline(name, scores[name][metric]), f"{name} {format_metric(dict(scores[name]), metric)}, in {seconds}"
 
 
 def _find_untrained(story: RunStory, metric: str, line: Line) -> Baseline | None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from trainyard import __version__
 from trainyard.config.compose import apply_overrides
 from trainyard.config.settings import TrainConfig
 from trainyard.data.index import AUDIO, ENCODED_IMAGE, INDEX, INPUTS, PCM, RAGGED
-from trainyard.data.loader import Loader
 from trainyard.data.prepare import build_meta
 from trainyard.data.shards import Sample, ShardSet
 from trainyard.data.store import name_store
@@ -41,8 +39,8 @@ from trainyard.runs.folder import find_free_name, read_env
 from trainyard.runs.pair_scores import write_pair_scores
 from trainyard.text import join_names, make_slug, quote_path
 from trainyard.tools.trained_model import TrainedModel, describe_data, load_model, make_loader, pack_temporarily
-from trainyard.train.evaluate import gather_rows, score_rows
-from trainyard.train.module import Batch, DataInfo, SampleSource, Score
+from trainyard.train.evaluate import gather_rows, open_source, score_rows
+from trainyard.train.module import DataInfo, SampleSource, Score
 from trainyard.train.precision import make_autocast
 from trainyard.train.recorder import encode_line
 
@@ -137,7 +135,7 @@ def _evaluate_folder(
         ids = np.arange(data.count) if not split else _select_split(model, labelled, split, folder)
         info = replace(DataInfo.from_shards(data, np.empty(0, np.int64)), artifacts=labelled.artifacts)
         model = replace(model, module=describe_data(model, info, jobs_dir))
-        evaluated = SampleSource(info, ids, partial(_read_batches, make_loader(model, data), model.config, ids))
+        evaluated = open_source(make_loader(model, data), info, ids, batch_size=model.config.eval_batch_size)
         seen = _count_seen(model, data, ids, training)
         if seen.get("samples") or seen.get("names"):
             logger.warning("{}: seen in training: {}", folder, describe_seen(seen))
@@ -237,12 +235,6 @@ def _select_split(model: TrainedModel, labelled: _Labelled, split: str, folder: 
     return np.sort(splits[split])
 
 
-def _read_batches(loader: Loader, config: TrainConfig, ids: np.ndarray) -> Iterator[Batch]:
-    with closing(loader.evaluate(ids, batch_size=config.eval_batch_size)) as stream:
-        for micro_batch in stream:
-            yield micro_batch.batch
-
-
 # Training data
 
 
@@ -323,9 +315,8 @@ def _score(
     def open_training() -> SampleSource:
         if training.data is None:
             raise UserError(f"{training.missing}, and the baseline is fitted on it. Leave it out: --no-baseline")
-        info = DataInfo.from_shards(training.data, training.ids)
-        loader = make_loader(model, training.data)
-        return SampleSource(info, training.ids, partial(_read_batches, loader, config, training.ids))
+        info, loader = DataInfo.from_shards(training.data, training.ids), make_loader(model, training.data)
+        return open_source(loader, info, training.ids, batch_size=config.eval_batch_size)
 
     try:
         metrics = score_rows(module, rows, with_intervals=True)

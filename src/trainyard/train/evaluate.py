@@ -4,6 +4,7 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from trainyard.errors import ALLOCATION_ERRORS, is_out_of_memory
 from trainyard.runs import pair_scores
 from trainyard.train import distributed
 from trainyard.train.data_parallel import share_saved_buffers
-from trainyard.train.module import Rows, TrainModule
+from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, TrainModule
 from trainyard.train.out_of_memory import EVALUATION, halve, name_phase, release_memory
 from trainyard.train.run_context import TRAIN, VALIDATION, RunContext
 
@@ -34,6 +35,7 @@ def evaluate(
     with_samples: bool = False,
     progress: Callable[[int], object] = lambda samples: None,
     keep_smaller: Callable[[int], object] = lambda size: None,
+    compare: Callable[[Rows], object] | None = None,
 ) -> dict[str, float]:
     """Score a module on the samples `ids`; every rank takes part and gets the metrics.
 
@@ -43,6 +45,7 @@ def evaluate(
         with_samples: samples may be shown (report.samples); else there are no images of them.
         progress: called with the number of samples of each batch that is done.
         keep_smaller: called on every rank with the batch size that was needed, if `batch_size` did not fit somewhere.
+        compare: called on rank 0 with the rows that were scored.
     """
     gathered = gather_rows(module, loader, ids, batch_size=batch_size, autocast=autocast, progress=progress)
     scored = None
@@ -51,11 +54,24 @@ def evaluate(
         metrics = score_rows(module, rows, with_intervals=save_figures is not None)
         if save_figures is not None:
             save_figures(module.report_figures(rows), module.sample_figures(rows) if with_samples else {})
+        if compare is not None:
+            compare(rows)
         scored = metrics, size
     result: tuple[dict[str, float], int] = distributed.broadcast_from_rank0(scored)
     if result[1] < batch_size:
         keep_smaller(result[1])
     return result[0]
+
+
+def open_source(loader: Loader, data: DataInfo, ids: np.ndarray, *, batch_size: int) -> SampleSource:
+    """Return samples as baselines read them; the loader is that of one rank alone."""
+    return SampleSource(data, ids, partial(_read_batches, loader, ids, batch_size))
+
+
+def _read_batches(loader: Loader, ids: np.ndarray, batch_size: int) -> Iterator[Batch]:
+    with closing(loader.evaluate(ids, batch_size=batch_size)) as stream:
+        for micro_batch in stream:
+            yield micro_batch.batch
 
 
 def score_rows(module: TrainModule, rows: Rows, *, with_intervals: bool) -> dict[str, float]:

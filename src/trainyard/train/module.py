@@ -128,6 +128,9 @@ class TrainModule(nn.Module):
     Only what costs nothing, such as ("chance", 0.5); `score_baselines` computes others.
     """
 
+    rivals: tuple[str, ...] = ()
+    """Methods of `score_baselines` without a network whose monitor is of the same trials as that of `score`."""
+
     identity_column: str = ""
     """The text column that says whose a sample is: `trainyard evaluate` counts the names that are in training, too."""
 

@@ -1,6 +1,7 @@
 """The training loop: steps, evaluation, checkpoints and stopping, from wherever the run folder says the run is."""
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -9,11 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from loguru import logger
 
 from trainyard.choice import Choice
 from trainyard.data.loader import MicroBatch
-from trainyard.errors import NotFinite, OutOfDeviceMemory
+from trainyard.errors import NotFinite, OutOfDeviceMemory, UserError
 from trainyard.runs.events import list_metric_names
 from trainyard.runs.folder import record_choices
 from trainyard.runs.manifest import CheckpointError, parse_name
@@ -30,7 +32,7 @@ from trainyard.train.determinism import (
     explain_nondeterministic_operator,
 )
 from trainyard.train.distributed import Agreement, Decision
-from trainyard.train.evaluate import evaluate, list_final_sets, store_pair_scores
+from trainyard.train.evaluate import evaluate, list_final_sets, open_source, store_pair_scores
 from trainyard.train.memory_probe import probe_memory
 from trainyard.train.meters import (
     DeferredScalar,
@@ -41,7 +43,7 @@ from trainyard.train.meters import (
     count_skipped_in_a_row,
     read_peak_memory_gib,
 )
-from trainyard.train.module import TrainModule
+from trainyard.train.module import DataInfo, Rows, TrainModule
 from trainyard.train.out_of_memory import BATCH_STATISTICS, explain_out_of_memory, name_phase
 from trainyard.train.recorder import Recorder, open_recorder, write_report_figures
 from trainyard.train.run_context import (
@@ -59,6 +61,7 @@ from trainyard.train.saver import Saver
 from trainyard.train.schedule import compute_lr_factor
 from trainyard.train.step import StepResult, TrainState, train_step
 from trainyard.train.stop import RuntimeLimit, Stop, StopFlag
+from trainyard.train.world import World
 
 MAX_SKIPPED = 20
 """Steps in a row that loss scaling may skip while it searches for a scale; from 2**16 it needs 16 to get down to 1."""
@@ -380,8 +383,14 @@ class Trainer:
     def _select_eval_module(self) -> TrainModule:
         return self.state.module if self.state.ema is None else self.state.ema
 
-    def _score(self, split: str, module: TrainModule, *, last: bool = False) -> dict[str, float]:
-        """Score one split and log it; the last time, also save plots and images for the report."""
+    def _score(
+        self, split: str, module: TrainModule, *, last: bool = False, compares: bool = False
+    ) -> dict[str, float]:
+        """Score one split and log it; the last time, also save plots and images for the report.
+
+        Args:
+            compares: also score the family's methods without a network.
+        """
         self._beat("evaluating", now=True)
         begin, step = time.monotonic(), self.state.progress.step
         metrics = evaluate(
@@ -394,6 +403,7 @@ class Trainer:
             with_samples=self.config.report.samples == "on",
             progress=self.context.heartbeat.touch,
             keep_smaller=partial(self._lower, "eval_batch_size", reason="an evaluation found no room for more"),
+            compare=partial(self._compare, split, module) if compares and module.rivals else None,
         )
         if self.recorder is not None:
             line = {"epoch": self.state.progress.epoch, "split": split, **metrics, "seconds": time.monotonic() - begin}
@@ -403,6 +413,27 @@ class Trainer:
             if missing := explain_missing_intervals(metrics):
                 logger.info(missing)
         return metrics
+
+    def _compare(self, split: str, module: TrainModule, rows: Rows) -> None:
+        """Score the family's methods without a network on the same samples, and log it. On rank 0 alone."""
+        context, begin = self.context, time.monotonic()
+        loader = make_loader(replace(context, world=World()))
+        data = DataInfo.from_shards(context.data, context.splits[TRAIN])
+        evaluated, training = (
+            open_source(loader, data, np.sort(context.splits[name]), batch_size=self.eval_batch_size)
+            for name in (split, TRAIN)
+        )
+        try:
+            found = module.score_baselines(rows, evaluated, lambda: training)
+        except UserError as error:
+            logger.warning("{}: no method without a network could be scored: {}", split, error)
+            return
+        metrics = {name: found[name].metrics for name in module.rivals if name in found}
+        finite = {
+            method: {name: float(value) for name, value in values.items() if math.isfinite(value)}
+            for method, values in metrics.items()
+        }
+        self._log_event("baselines", split=split, scores=finite, seconds=round(time.monotonic() - begin, 3))
 
     def _save(self, *, wait: bool) -> None:
         """Save a checkpoint; with `wait`, return only when it is complete."""
@@ -421,7 +452,7 @@ class Trainer:
         self._beat("evaluating", now=True)  # loading the final weights may take long, too
         module, step = self._load_final_weights()
         for name in names:
-            self._score(name, module, last=True)
+            self._score(name, module, last=True, compares=self.config.score_baselines and name == names[0])
         if has_pairs:
             self._beat("evaluating", now=True)
             store_pair_scores(self.context, module, self.loader, step=step, autocast=self.autocast)
