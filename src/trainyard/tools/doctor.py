@@ -281,10 +281,16 @@ class _SyncCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.lines: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in _SYNCS:
+        name = func.overloadpacket.__name__
+        if name in _SYNCS or (name == "_to_copy" and _waits_for_copy(args[0], **(kwargs or {}))):
             frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
             self.lines[f"{frames[-1].filename}:{frames[-1].lineno}"] += 1
         return func(*args, **kwargs or {})
+
+
+def _waits_for_copy(tensor: Tensor, *, device: Any = None, non_blocking: bool = False, **_: Any) -> bool:
+    """Tell whether a copy is one from a GPU that the host waits for, as of tensor.cpu() and tensor.tolist()."""
+    return tensor.is_cuda and device is not None and torch.device(device).type == "cpu" and not non_blocking
 
 
 def _find_host_syncs(trial: Trial, cached: list[MicroBatch], found: Diagnosis) -> None:
