@@ -119,7 +119,12 @@ def list_switches(runner: LoopRunner, naive: Loop, full: Loop, environ: Mapping[
             {"files": False, "loader": "cpu"},
             missing="" if full.loader == "dali" and encoded else "nothing that DALI decodes, or no DALI",
         ),
-        Switch("the job's order", {"is_ordered": True}, same_work=False),
+        Switch(
+            "the job's order",
+            {"is_ordered": True},
+            same_work=False,
+            missing="batches of identities are the job's work" if naive.is_ordered else "",
+        ),
         Switch("AMP", {"amp": True}, missing=no_gpu or no_halves),
         Switch("TF32", {"tf32": True}, missing=no_gpu or ("" if context.precision.tf32 else "not on this card")),
         Switch("channels_last", {"channels_last": True}, missing=images),
@@ -164,9 +169,11 @@ def build_loops(runner: LoopRunner, *, compile: bool, recompute: bool) -> tuple[
     context = runner.context
     config, policy, on_gpu = context.config, context.precision, context.device.type == "cuda"
     micro = context.micro_batch_size or config.global_batch_size
-    divisor = next(d for d in (4, 3, 2, 1) if micro % d == 0)
+    groups = config.data.order == "pxk"  # of which a batch consists: they are the job's work
+    unit = config.data.samples_per_identity if groups else 1
+    divisor = next((d for d in (4, 3, 2) if micro % (d * unit) == 0), 1)
     every = Duration.parse(config.log_every)
-    naive = Loop(micro_batch=micro // divisor, eval_batch=micro // divisor)
+    naive = Loop(micro_batch=micro // divisor, eval_batch=micro // divisor, is_ordered=groups)
     full = Loop(
         micro_batch=micro,
         accumulate=max(1, config.global_batch_size // micro),
