@@ -53,7 +53,8 @@ def evaluate(
 
     `ap` is the mean over IoU 0.50 : 0.05 : 0.95 and the categories that have objects, `ap50` and `ap75` at one IoU,
     `ap_<size>` covers objects of that size, `ar_<n>` is the recall with n detections per image and category, and
-    `ap_category_<name>` is given for up to 20 categories. Images without objects count: every detection there is wrong.
+    `ap_category_<name>` is given for up to 20 categories. `olrp`, lower is better, is of all objects at IoU 0.50
+    (`compute_olrp`). Images without objects count: every detection there is wrong.
 
     Args:
         truths, detections: of the same images, in the same order.
@@ -77,7 +78,50 @@ def evaluate(
         defined = values[values > -1]  # the evaluator writes -1 where there are no objects
         if defined.size or not name.startswith("ap_"):
             metrics[name] = float(defined.mean()) if defined.size else 0.0
-    return metrics
+    rates = [compute_olrp(*_list_overlaps(evaluator, label, len(truths))) for label in range(len(categories))]
+    return metrics | {"olrp": float(np.mean([rate for rate in rates if rate is not None] or [1.0]))}
+
+
+def compute_olrp(scores: np.ndarray, overlaps: np.ndarray, objects: int) -> float | None:
+    """Return the optimal LRP error of one category, 0..1: of the best score threshold; None without an object.
+
+    LRP = (sum over right detections of (1 - IoU) / (1 - t) + wrong + missed) / (right + wrong + missed), with t = 0.5,
+    the least overlap of a right one (Oksuz, Cam, Akbas and Kalkan, "Localization Recall Precision", ECCV 2018,
+    equations 3 and 8).
+
+    Args:
+        scores: (m,) of the detections that count.
+        overlaps: (m,) IoU of a right detection with its object; 0: it is wrong.
+        objects: how many there are.
+    """
+    if not objects:
+        return None
+    order = np.argsort(-scores, kind="mergesort")
+    right, cost = overlaps[order] > 0, np.where(overlaps > 0, (1 - overlaps) / 0.5, 1.0)[order]
+    missed = objects - np.cumsum(right)
+    errors = (np.cumsum(cost) + missed) / (objects + np.cumsum(~right))
+    last_of_equals = np.append(np.diff(scores[order]) != 0, True)[: len(errors)]
+    return float(min(1.0, errors[last_of_equals].min(initial=1.0)))
+
+
+def _list_overlaps(evaluator: COCOeval, label: int, images: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return scores and overlaps of a category's detections at IoU 0.50, and the number of its objects."""
+    scores, overlaps, objects = [np.empty(0)], [np.empty(0)], 0
+    matched = evaluator.evalImgs[label * len(evaluator.params.areaRng) * images :][:images]  # the first range: all
+    for image, one in enumerate(matched):
+        if one is None:
+            continue
+        objects += int(np.count_nonzero(one["gtIgnore"] == 0))
+        counts = one["dtIgnore"][0] == 0
+        scores.append(np.array(one["dtScores"])[counts])
+        own = (truth["id"] for truth in evaluator.cocoGt.imgToAnns[image] if truth["category_id"] == label)
+        numbers = {truth: i for i, truth in enumerate(own)}
+        found = [
+            evaluator.ious[image, label][d, numbers[int(truth)]] if truth else 0.0
+            for d, truth in enumerate(one["dtMatches"][0])
+        ]
+        overlaps.append(np.array(found)[counts])
+    return np.concatenate(scores), np.concatenate(overlaps), objects
 
 
 def compute_intervals(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cases.tinydet import find_shared_data
 
-from .evaluation import Detections, GroundTruth, compute_f1, compute_intervals, evaluate
+from .evaluation import Detections, GroundTruth, compute_f1, compute_intervals, compute_olrp, evaluate
 
 
 def score_fixture(areas: str) -> dict[str, float]:
@@ -70,6 +70,25 @@ def make_one_image(count: int, found: int) -> tuple[list[GroundTruth], list[Dete
 
 
 @pytest.mark.slow
+def test_the_lrp_error_is_that_of_the_best_threshold() -> None:
+    scores, overlaps = np.array([0.9, 0.8, 0.7]), np.array([0.75, 0.0, 1.0])
+    # of two objects: one found half-way and one missed; then one wrong; then both found
+    errors = [(0.5 + 1) / 2, (0.5 + 1 + 1) / 3, (0.5 + 1 + 0) / 3]
+    assert compute_olrp(scores, overlaps, 2) == pytest.approx(min(errors)) == 0.5
+    assert compute_olrp(scores[::-1], overlaps[::-1], 2) == 0.5
+    assert compute_olrp(np.array([0.5, 0.5]), np.array([1.0, 0.0]), 1) == 0.5, "equal scores pass a threshold together"
+    assert compute_olrp(np.empty(0), np.empty(0), 3) == 1.0 and compute_olrp(scores, overlaps, 0) is None
+
+
+def test_the_lrp_error_takes_each_matched_overlap_and_no_crowd() -> None:
+    square = np.array([[0.0, 0, 10, 10], [20, 20, 30, 30], [40, 40, 60, 60]])
+    truth = GroundTruth(square, np.array([100.0, 100, 400]), np.array([0, 0, 0]), np.array([False, False, True]))
+    boxes = np.array([[0.0, 0, 10, 8], [20, 20, 30, 30], [45, 45, 55, 55], [70, 70, 80, 80]])
+    found = Detections(boxes, np.array([0.9, 0.8, 0.7, 0.1]), np.array([0, 0, 0, 0]))
+    metrics = evaluate([truth], [found], categories=["a", "b"], areas="coco")
+    assert metrics["olrp"] == pytest.approx((0.2 / 0.5 + 0) / 2)
+
+
 def test_more_than_100_objects_need_the_limits_of_aitod() -> None:
     truths, detections = make_one_image(300, 300)
     assert evaluate(truths, detections, categories=["a"], areas="aitod")["ap"] == pytest.approx(1.0)
