@@ -87,6 +87,7 @@ def test_a_clock_that_goes_back_takes_no_time():
 def test_a_run_that_did_not_record_its_seconds_has_none(spent):
     assert sum_up(format_time(0.0), [{**START, "spent": spent}], {"attempt": "a", "spent": spent}) == {}
     assert sum_up(format_time(0.0), [], {}) == {}
+    assert sum_up(format_time(0.0), [{**START, "time": "now"}], {}) == {}
     assert sum_up("yesterday", [START], {}) == {} and compute_goodput({}) is None
 
 

@@ -69,7 +69,6 @@ def make_one_image(count: int, found: int) -> tuple[list[GroundTruth], list[Dete
     return [truth], [Detections(boxes[:found], np.linspace(1, 0.5, found), zeros[:found])]
 
 
-@pytest.mark.slow
 def test_the_lrp_error_is_that_of_the_best_threshold() -> None:
     scores, overlaps = np.array([0.9, 0.8, 0.7]), np.array([0.75, 0.0, 1.0])
     # of two objects: one found half-way and one missed; then one wrong; then both found
@@ -89,6 +88,7 @@ def test_the_lrp_error_takes_each_matched_overlap_and_no_crowd() -> None:
     assert metrics["olrp"] == pytest.approx((0.2 / 0.5 + 0) / 2)
 
 
+@pytest.mark.slow
 def test_more_than_100_objects_need_the_limits_of_aitod() -> None:
     truths, detections = make_one_image(300, 300)
     assert evaluate(truths, detections, categories=["a"], areas="aitod")["ap"] == pytest.approx(1.0)

@@ -58,7 +58,7 @@ def compute_half_width(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast something is, with Student's 95 % interval."""
+    """A ratio of two times that were measured in turns, with Student's 95 % interval; above 1: the second is faster."""
 
     mean: float
     low: float
@@ -77,7 +77,7 @@ class Ratio:
         return (self.high - self.low) / 2 / self.mean
 
     def covers(self, value: float) -> bool:
-        """Tell whether a value is in the interval."""
+        """Return whether the interval includes a value."""
         return self.low <= value <= self.high
 
     def format(self) -> str:

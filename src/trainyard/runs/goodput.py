@@ -67,14 +67,15 @@ def sum_up(created: str, events: Sequence[Line], heartbeat: Mapping[str, Any]) -
     process: _Spent = {}  # what the process of the attempt had counted before this start
     try:
         known_until, attempt = parse_time(created), None
-    except ValueError:
+        times = {i: parse_time(events[i]["time"]) for i in starts}
+    except ValueError:  # a file that was edited
         return {}
     for begin, end in pairwise([*starts, len(events)]):
         first, own = events[begin], events[begin:end]
         following = events[end] if end < len(events) else None
         if first.get("attempt") != attempt:  # else it started again in the same process, without memory on a GPU
             process, attempt = {}, first.get("attempt")
-            started = parse_time(first["time"]) - sum(_read_spent(first).values())
+            started = times[begin] - sum(_read_spent(first).values())
             seconds[STOPPED] += max(0.0, started - known_until)
             known_until = started
         last = _find_last(own, following, heartbeat)

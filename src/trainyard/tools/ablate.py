@@ -1,8 +1,8 @@
 """Measures what each optimisation gives on this machine: alone, in a loop without any, and with all the others.
 
-All loops are measured by turns, in rounds of random order, so that what else a machine does hits each of them. A gain
-is the geometric mean of the rounds' ratios, with Student's 95 % interval of their logarithms. A switch that changes
-nothing is measured as well: its interval says how far the others can be trusted.
+Each round measures every loop once, in random order: other work on the machine slows all loops alike. A gain is the
+geometric mean of the rounds' ratios, with Student's 95 % interval of their logarithms. The control, a loop that is
+measured twice, shows how precise the gains are.
 """
 
 import math
@@ -25,7 +25,7 @@ from trainyard.tools.naive_loop import Loop, LoopRunner, Turn
 from trainyard.train.run_context import TRAIN, VALIDATION
 
 STEP, VALIDATION_SET, EPOCH = "training", "validation", "training and validation"
-"""What a gain is of."""
+"""The part of an epoch whose time a gain compares."""
 CONTROL = "nothing (control)"
 
 _PARITY_STEPS = 6
@@ -49,7 +49,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured in a turn."""
+    """One loop to measure: of which job, and whether it trains or evaluates."""
 
     job: str
     kind: str  # STEP or VALIDATION_SET
