@@ -1,12 +1,13 @@
 """Numbers of speed, size and accuracy on our pages are those of their sources: tests/printed_numbers.py."""
 
 import re
+import subprocess
 import tomllib
 
 import pytest
 
 from tests.checkout import ROOT, list_files
-from tests.printed_numbers import check_page, find_numbers, read_blocks
+from tests.printed_numbers import check_page, find_numbers, read_blocks, read_message
 
 SOURCES = tomllib.loads((ROOT / "docs" / "numbers.toml").read_text(encoding="utf-8"))
 UNFILED = 25
@@ -47,13 +48,23 @@ def test_predicted_over_observed_memory_is_the_ratio_of_its_columns():
         ("It reads 841 a second.", "prints-1999 > keep_png", "FileNotFoundError"),
         ("It reads 841 a second.", "prints-2026-11-24 > kept_png", "0 values"),
         ("It reads 841 a second.", "README.md > 123456 a second", "does not occur"),
-        ("It reads 841 a second.", "commit 0000000 > 841", "no commit 0000000" if (ROOT / ".git").exists() else ""),
         ("It reads 841 a second. It reads 841 a minute.", "why: a setting", "0 numbers"),
     ],
 )
 def test_a_planted_fault_is_found(text, source, said):
     wrong = check_page(text, {text[:12]: source}, ROOT)
     assert said in "\n".join(wrong) and bool(wrong) == bool(said), wrong
+
+
+def test_a_commit_is_looked_up_where_git_reads_the_history_and_nowhere_else(tmp_path):
+    text, source = "It reads 841 a second.", {"It reads 841": "commit 0000000 > 841"}
+    assert check_page(text, source, tmp_path) == []  # no history here
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "It reads 841 a second."]):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", "-C", tmp_path, *identity, *words], check=True)
+    read_message.cache_clear()
+    assert "no commit 0000000" in str(check_page(text, source, tmp_path))
+    assert check_page(text, {"It reads 841": "commit HEAD > 841"}, tmp_path) == []
 
 
 def test_a_changed_digit_on_the_first_page_is_found():
