@@ -21,7 +21,7 @@ from trainyard.hardware import (
     read_driver_version,
 )
 from trainyard.measure import Summary
-from trainyard.train.precision import DTYPES
+from trainyard.train.precision import DTYPES, read_capability
 
 LARGEST_ERROR = {"fp32": 1e-5, "tf32": 3e-3, "fp16": 5e-3, "bf16": 2e-2}
 """Largest error of a product, relative in the Frobenius norm: some times the rounding of one value of that type. Half
@@ -70,14 +70,6 @@ def describe_device(environ: Mapping[str, str]) -> Figures:
         "memory_gib": round(memory_gib, 2),
         "gpus": torch.cuda.device_count(),
     }
-
-
-def read_capability(device: torch.device) -> int | None:
-    """Return the compute capability, major * 10 + minor; None for the CPU."""
-    if device.type == "cpu":
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def check_kernels(device: torch.device, sizes: Sizes) -> Figures:

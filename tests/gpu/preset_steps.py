@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.card import read_capability, wait_for_device
+from tests.gpu.card import wait_for_device
 from tests.gpu.check import SMALL, Figures, Sizes, cannot_answer
 from trainyard.config import compose as configs
 from trainyard.config.settings import TrainConfig
@@ -32,7 +32,7 @@ from trainyard.runs.create import create_run
 from trainyard.train.determinism import choose_determinism
 from trainyard.train.heartbeat import Heartbeat
 from trainyard.train.meters import read_peak_memory_gib
-from trainyard.train.precision import allow_nondeterministic_operators, make_autocast
+from trainyard.train.precision import allow_nondeterministic_operators, make_autocast, read_capability
 from trainyard.train.run_context import TRAIN, RunContext, compute_total_steps, make_loader, read_one_step
 from trainyard.train.run_state import prepare_state
 from trainyard.train.schedule import compute_lr_factor

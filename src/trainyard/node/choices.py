@@ -265,13 +265,14 @@ def _describe_device(device: "torch.device") -> tuple[int | None, str]:
     """Return a device's compute capability (major * 10 + minor; None: CPU) and its name."""
     import torch
 
+    from trainyard.train.precision import read_capability
+
     if device.type == "cpu":
         return None, f"CPU, {count_cores()} cores"
-    major, minor = torch.cuda.get_device_capability(device)
     name = torch.cuda.get_device_name(device)
     memory_gib = torch.cuda.get_device_properties(device).total_memory / 2**30
     known = find_gpu_by_name(name, memory_gib)
-    return 10 * major + minor, f"{name}, {memory_gib:.1f} GiB" + ("" if known else " (not in the GPU table)")
+    return read_capability(device), f"{name}, {memory_gib:.1f} GiB" + ("" if known else " (not in the GPU table)")
 
 
 def _choose_cores(world: World) -> Choice[int]:

@@ -22,6 +22,7 @@ from trainyard.measure import Ratio
 from trainyard.report.figures import BLUE, SERIES, draw_figure
 from trainyard.text import align_columns, find_nearest, format_duration, format_size
 from trainyard.tools.naive_loop import Loop, LoopRunner, Turn
+from trainyard.train.precision import read_capability
 from trainyard.train.run_context import TRAIN, VALIDATION
 
 STEP, VALIDATION_SET, EPOCH = "training", "validation", "training and validation"
@@ -99,7 +100,7 @@ def list_switches(runner: LoopRunner, naive: Loop, full: Loop, environ: Mapping[
     no_halves = "" if context.precision.dtype != "fp32" else "fp32 is what this card or the job's precision= allows"
     images = "" if IMAGE in context.data.records else "the job has no images"
     encoded = any(records.kind not in (ARRAY, RAGGED) for records in context.data.records.values())
-    compiler = explain_missing_compiler(_find_sm(context.device), environ) or ""
+    compiler = explain_missing_compiler(read_capability(context.device), environ) or ""
     layers = "" if list(module.repeated_layers()) else "the model names no repeated layers"
     split = naive.micro_batch < full.micro_batch
     indivisible = "" if split else f"a micro-batch of {full.micro_batch} cannot be divided"
@@ -149,15 +150,6 @@ def list_switches(runner: LoopRunner, naive: Loop, full: Loop, environ: Mapping[
         Switch("larger validation batch", {"eval_batch": full.eval_batch}, of=VALIDATION_SET, missing=unset),
         Switch("validation every 2nd epoch", {}, of=EPOCH, same_work=False, missing=unset),
     ]
-
-
-def _find_sm(device: Any) -> int | None:
-    import torch
-
-    if device.type != "cuda":
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
 
 
 def build_loops(runner: LoopRunner, *, compile: bool, recompute: bool) -> tuple[Loop, Loop]:

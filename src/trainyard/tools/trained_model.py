@@ -119,6 +119,7 @@ def load_model(
 
     from trainyard.train.checkpoint import choose_of_run, describe_weights, load, select_weights
     from trainyard.train.module import DataInfo
+    from trainyard.train.precision import read_capability
 
     config = thaw(run / CONFIG, jobs_dir)
     pack = load_family(jobs_dir, config.family, "pack")
@@ -130,9 +131,8 @@ def load_model(
     if not isinstance(saved.get("artifacts"), dict):
         raise UserError(f"{entry.path}: has no artifacts of packing, which training always saves. Use another run.")
     device = torch.device("cuda" if torch.cuda.is_available() and not on_cpu else "cpu")
-    major, minor = torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0)
     requested = ("fp32", "off") if on_cpu else (config.precision, config.channels_last)
-    precision = choose_precision(10 * major + minor or None, precision=requested[0], channels_last=requested[1])
+    precision = choose_precision(read_capability(device), precision=requested[0], channels_last=requested[1])
     info = DataInfo({}, {}, np.empty(0, dtype=np.int64), saved["artifacts"])
     module = _build_module(config, jobs_dir, select_weights(saved), info)
     provenance = describe_weights(entry, saved)

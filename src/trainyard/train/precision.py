@@ -17,6 +17,14 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+def read_capability(device: torch.device) -> int | None:
+    """Return a card's compute capability, major * 10 + minor; None for the CPU."""
+    if device.type == "cpu":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def set_switches(precision: Precision, *, deterministic: bool) -> Choice[str]:
     """Set TF32 and determinism for this process, before its first CUDA call; return the policy of cuDNN's benchmark.
 
