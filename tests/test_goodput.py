@@ -104,16 +104,16 @@ def test_goodput_is_one_sentence():
 
 
 @pytest.mark.parametrize(
-    ("steps", "missing_s"),
-    [pytest.param(60, 2.0, marks=pytest.mark.slow), pytest.param(4000, 2.5, marks=pytest.mark.long)],
+    "steps", [pytest.param(60, marks=pytest.mark.slow), pytest.param(4000, marks=pytest.mark.long)]
 )
 @pytest.mark.timeout(1200)
-def test_the_seconds_of_a_run_that_was_preempted_killed_and_resumed_add_up_to_its_wall_time(steps, missing_s, tmp_path):
-    """Four thousand steps take over 250 s, so their sum is within 1 %."""
-    begin = time.time()
+def test_the_seconds_of_a_run_that_was_preempted_killed_and_resumed_add_up_to_its_wall_time(steps, tmp_path):
+    """Four thousand steps take over 250 s: then the sum is within 1 %."""
     # without learning, only the evaluation at step 25 is the best so far, and saved; that at 50 writes a heartbeat
     words = ["checkpoint.every=20st", "eval_every=25st", "optimizer.lr=0", "log_every=1st", f"max_duration={steps}st"]
+    earliest = time.time()
     run = new_run(tmp_path, "model.sleep_ms=60", *words)
+    latest = time.time()
     for step, number in ((12, signal.SIGTERM), (52, signal.SIGKILL)):
         process = start(run)
         wait_for_step(run, step, process)
@@ -123,16 +123,15 @@ def test_the_seconds_of_a_run_that_was_preempted_killed_and_resumed_add_up_to_it
     process = start(run)
     process.join(1000)
     assert process.exitcode == 0
-    wall_s = time.time() - begin
+    done = max((run / name).stat().st_mtime for name in ("events.jsonl", "heartbeat.json"))  # by the kernel's clock
     events = read_events(run)
     assert [event["event"] for event in events if event["event"] in ("start", "resume", "stop", "done")] == [
         *("start", "stop", "resume", "resume", "done")
     ]
     seconds = label_seconds(run, events)
-    # what the clock here has besides: a process that ends after its last event
-    print(f"{sum(seconds.values()):.2f} s by label, {wall_s:.2f} s by the clock: {seconds}")
-    assert wall_s - 2 < sum(seconds.values()) < wall_s + 0.5
-    assert steps < 1000 or abs(sum(seconds.values()) / wall_s - 1) < 0.01
+    print(f"{sum(seconds.values()):.2f} s by label, {done - latest:.2f} to {done - earliest:.2f} s by the clock")
+    assert done - latest - 1 < sum(seconds.values()) < done - earliest + 1
+    assert steps < 1000 or abs(sum(seconds.values()) / (done - earliest) - 1) < 0.01
     assert min(seconds.values()) > 0 and seconds[STOPPED] > 1 and seconds["evaluation"] > 0
     assert seconds[LOST] > 10 * 0.06, "of steps 41 to 52 those until the heartbeat at step 50"
     assert steps * 0.06 < seconds[USEFUL] < steps * 0.5
