@@ -23,6 +23,7 @@ from trainyard.data.coco import (
 from trainyard.errors import UserError
 from trainyard.foreign import note_read
 
+from . import visdrone
 from .config import PackingSettings
 from .layout import BOTH, SETS, AnnotationFile, find_annotation_files, find_image, list_image_folders
 
@@ -89,10 +90,11 @@ def read_collection(raw: Path, rules: PackingSettings, *, trains: bool = True) -
         UserError: there are no annotations, or one is wrong; the message names the file and the entry.
     """
     files, left_out = find_annotation_files(raw)
-    for file in files:
-        note_read(file.path)  # also if it was read before
-    stamp = tuple((file, file.path.stat().st_mtime_ns, file.path.stat().st_size) for file in files)
-    collection = _read_cached(raw, stamp, tuple(left_out), astuple(rules))
+    stats = [(path, path.stat()) for file in files for path in file.parts]
+    for path, _ in stats:
+        note_read(path)  # also if it was read before
+    stamp = tuple((path, stat.st_mtime_ns, stat.st_size) for path, stat in stats)
+    collection = _read_cached(raw, tuple(files), stamp, tuple(left_out), astuple(rules))
     if trains and not any(image.set == "train" for image in collection.images):
         divided = any(file.set in ("", BOTH) for file in files)
         way_out = "Lower packing.val_share" if divided else f"Add annotations such as {files[0].path.parent}/train.json"
@@ -102,16 +104,22 @@ def read_collection(raw: Path, rules: PackingSettings, *, trains: bool = True) -
 
 @lru_cache(maxsize=2)
 def _read_cached(
-    raw: Path, stamp: tuple[tuple[AnnotationFile, int, int], ...], left_out: tuple[Path, ...], options: tuple[Any, ...]
+    raw: Path,
+    files: tuple[AnnotationFile, ...],
+    stamp: tuple[tuple[Path, int, int], ...],  # another one: the files have changed
+    left_out: tuple[Path, ...],
+    options: tuple[Any, ...],
 ) -> Collection:
-    files, rules = [file for file, _, _ in stamp], PackingSettings(*options)
+    rules = PackingSettings(*options)
     if left_out:
         logger.info(
             "boxes are read from {}; not read, because they annotate the same images: {}",
-            ", ".join(file.path.name for file in files),
+            ", ".join(file.name for file in files),
             ", ".join(path.name for path in left_out),
         )
-    contents = {file.path: read_annotations(file.path) for file in files}
+    contents = {
+        file.path: (visdrone.read_annotations if file.path.is_dir() else read_annotations)(file.path) for file in files
+    }
     names = _join_categories(contents)
     ids = sorted(names)
     label_of = {category: label for label, category in enumerate(ids)}
@@ -147,7 +155,7 @@ def _divide_among_unnamed_sets(rules: PackingSettings, files: Sequence[Annotatio
             logger.info(
                 "{} names no single set: its images are divided, {:.0%} to val, {:.0%} to test, the rest to train "
                 "(packing.val_share, test_share, seed)",
-                file.path.name,
+                file.name,
                 rules.val_share,
                 rules.test_share,
             )
@@ -204,7 +212,7 @@ def _read_images(
             name=file.prefix + entry.file_name,
             path=found[entry.file_name],
             searched=tuple(folders),
-            file=path.name,
+            file=file.name,
             image_id=entry.id,
             set=file.set if file.set in SETS else _assign_set(sequence, rules),
             raw_px=entry.size_px,

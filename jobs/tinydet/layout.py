@@ -10,6 +10,8 @@ from shlex import quote
 from trainyard.data.raw import find_listed, list_files
 from trainyard.errors import UserError
 
+from .visdrone import list_texts
+
 SETS = ("train", "val", "test")
 BOTH = "trainval"
 """Named by a file whose images train and validate; which does which is for us to decide."""
@@ -35,22 +37,35 @@ ACCEPTED_FOLDERS = {"train": ("train", BOTH), "val": ("val", BOTH), "test": ("te
 class AnnotationFile:
     """An annotation file, and what its name says."""
 
-    path: Path
+    path: Path  # a file, or VisDrone's folder of texts
     set: str  # one of SETS, BOTH, or empty: it names none
     prefix: str = ""  # the folder of the set, in front of the names of its images: two sets may share names
+
+    @property
+    def name(self) -> str:
+        """What names it on a screen."""
+        return self.path.parent.name if self.path.is_dir() else self.path.name
+
+    @property
+    def parts(self) -> list[Path]:
+        """The files to read."""
+        return list_texts(self.path) if self.path.is_dir() else [self.path]
 
 
 def find_annotation_files(raw: Path) -> tuple[list[AnnotationFile], list[Path]]:
     """Return the annotation files of a raw folder to read, sorted by name, and those to leave out.
 
-    They are `*.json` in `annotations/`, else in the folder itself, else in `train/`, `valid/` and `test/`. Other kinds
-    of annotations are left out, and the union of train and val if the train file lies alongside.
+    They are `*.json` in `annotations/`, else in the folder itself, else in `train/`, `valid/` and `test/`; there, or in
+    the folder itself, VisDrone's `annotations/*.txt` are read, too. Other kinds of annotations are left out, and the
+    union of train and val if the train file lies alongside.
 
     Raises:
         UserError: there are none, or their names do not tell them apart. Official validation images must never train,
             so nothing is guessed; a single file may have any name.
     """
     found = list_files(raw / "annotations", {".json"}, depth=0) or list_files(raw, {".json"}, depth=0)
+    if not found and list_texts(raw / "annotations"):
+        return [AnnotationFile(raw / "annotations", "".join(find_sets(raw.name)))], []
     if not found and raw.is_dir():
         return _find_annotations_of_folders(raw), []
     chosen = [path for path in found if not path.name.lower().startswith(OTHER_KINDS)] or found
@@ -63,18 +78,23 @@ def find_annotation_files(raw: Path) -> tuple[list[AnnotationFile], list[Path]]:
 
 
 def _find_annotations_of_folders(raw: Path) -> list[AnnotationFile]:
-    """Return the annotations in folders called after sets, next to their images, as Roboflow writes them."""
+    """Return the annotations in folders called after sets, as Roboflow writes them and VisDrone."""
     folders = [(folder, "".join(found)) for folder in _list_folders(raw) if len(found := find_sets(folder.name)) == 1]
     files = [
         AnnotationFile(path, name, f"{folder.name}/")
         for folder, name in folders
         for path in list_files(folder, {".json"}, depth=0)
     ]
+    files += [
+        AnnotationFile(folder / "annotations", name, f"{folder.name}/")
+        for folder, name in folders
+        if list_texts(folder / "annotations")
+    ]
     if not files:
         raise UserError(
             f"{raw}: no annotations. Expected COCO JSON files in {raw}/annotations, such as instances_train.json and "
             "instances_val.json, and the images in the folder images; or a file in each of the folders train, valid "
-            "and test, next to its images."
+            "and test, next to its images; or VisDrone's folders, each with annotations/*.txt and images."
         )
     repeated = next((one for one in files if sum(other.path.parent == one.path.parent for other in files) > 1), None)
     if repeated is not None:
@@ -105,7 +125,7 @@ def list_image_folders(raw: Path, file: AnnotationFile) -> list[Path]:
     for wanted in ACCEPTED_FOLDERS.get(file.set, ()):
         for folder in (path for path in inside if find_sets(path.name) == {wanted}):
             folders += [*_find_images_folder(folder), folder]
-    own = [file.path.parent] if file.prefix else []
+    own = [*_find_images_folder(file.path.parent), file.path.parent] if file.prefix else []
     return list(dict.fromkeys([*own, *folders, *shared]))
 
 
