@@ -65,6 +65,15 @@ def test_a_loop_leaves_the_layers_as_they_were(runner):
     assert runner.list_losses(naive, steps=2) == losses
 
 
+def test_each_turn_of_a_loop_does_the_same_work(runner):
+    naive, _ = ablate.build_loops(runner, compile=False, recompute=False)
+    for work in (runner.train, runner.evaluate):
+        work(naive, seconds=0.01)
+        before = dict(runner._counts)
+        work(naive, seconds=3600)
+        assert runner._counts == before
+
+
 def test_recomputed_activations_take_less_memory(runner):
     naive, full = ablate.build_loops(runner, compile=False, recompute=False)
     whole, recomputed = (runner.measure_memory(replace(full, recompute=on)) for on in (False, True))
@@ -115,6 +124,8 @@ def test_switches_are_ranked_by_what_they_give_alone_and_the_control_says_how_fa
     steps = 8.0 / (1e-3 * naive.micro_batch)
     assert fused.warm_up_s == 8.0 and fused.break_even_steps == pytest.approx(steps)
     assert result.single_product == pytest.approx(2)  # the job does not recompute
+    assert fused.alone_s is not None and [len(side) for side in fused.alone_s] == [4, 4]
+    assert fused.alone.mean == pytest.approx(Ratio.from_values(*fused.alone_s).mean) and result.control_s is not None
     assert result.control.covers(1.0) and result.rounds == 4 and result.full == pytest.approx(1000)
     lines = ablate.format_result("stripes", result, [switch for switch in switches if switch.name == "AMP"])
     assert lines[0].split() == ["switch", "of", "alone", "with", "the", "others", "memory", "losses", "differ", "by"]

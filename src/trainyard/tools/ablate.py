@@ -70,6 +70,7 @@ class Row:
     of: str
     alone: Ratio | None = None
     joint: Ratio | None = None  # with all the others; None: no part of the full set can be changed so
+    alone_s: tuple[list[float], list[float]] | None = None  # seconds of an epoch without and with it, by round
     loss_difference: float | None = None  # largest relative difference of the first steps' losses
     memory_bytes: tuple[int, int] | None = None  # without and with it
     warm_up_s: float = 0.0  # of its first step, longer than without it
@@ -83,6 +84,7 @@ class Result:
 
     rows: list[Row]
     control: Ratio
+    control_s: tuple[list[float], list[float]] | None
     naive: float  # samples per second
     full: float
     together: Ratio  # full against naive
@@ -299,6 +301,13 @@ class Ablation:
             return None
         return Ratio.from_values(self._list_seconds(slow).tolist(), self._list_seconds(fast).tolist())
 
+    def _list_rounds(self, pair: Pair) -> tuple[list[float], list[float]] | None:
+        """Return the seconds of both sides by round, to six digits."""
+        if self._compute_ratio(pair) is None:
+            return None
+        slow, fast = ([float(f"{s:.6g}") for s in self._list_seconds(side).tolist()] for side in pair)
+        return slow, fast
+
     def _list_seconds(self, subjects: Iterable[Subject]) -> np.ndarray:
         """Return the seconds of an epoch, of the subjects together, in each round."""
         total: Any = 0.0
@@ -319,7 +328,7 @@ class Ablation:
         for switch in self.switches:
             alone, joint = self._alone[switch.name], self._joint[switch.name]
             row = Row(switch.name, switch.of, self._compute_ratio(alone), joint and self._compute_ratio(joint))
-            row.loss_difference, row.memory_bytes = checks[switch.name]
+            row.alone_s, (row.loss_difference, row.memory_bytes) = self._list_rounds(alone), checks[switch.name]
             row.note = "; ".join({self._failed[s] for s in (*alone[0], *alone[1]) if s in self._failed})
             if switch.of == STEP and row.alone is not None:
                 slow, fast = alone[0][0], alone[1][0]
@@ -338,7 +347,8 @@ class Ablation:
             float(np.median([turn.sample_s for turn in self._turns.get(side[0], [Turn(math.nan)])]))
             for side in self._together
         )
-        return Result(rows, control, 1 / naive_s, 1 / full_s, together, math.prod(gains), own, rounds, seconds)
+        control_s, product = self._list_rounds(self._control), math.prod(gains)
+        return Result(rows, control, control_s, 1 / naive_s, 1 / full_s, together, product, own, rounds, seconds)
 
     def _is_in_full(self, switch: Switch) -> bool:
         return not switch.job and all(getattr(self.full, name) == value for name, value in switch.on.items())

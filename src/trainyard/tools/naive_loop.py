@@ -166,9 +166,10 @@ class LoopRunner:
         as_files.write(np.union1d(self.order.ids, self.eval_ids))
         self._data = {False: data, True: as_files}
         self._loaders: dict[tuple[object, ...], Loader] = {}
+        self._counts: dict[tuple[str, Loop], int] = {}  # steps or batches of a turn: the same in each, so equal work
 
     def train(self, loop: Loop, *, seconds: float) -> Turn:
-        """Take steps for about so long, and at least two."""
+        """Take steps for about so long, and at least two; as many again in each later turn of the same loop."""
         starts_s: list[float] = []
         with self._prepare(loop) as take_step, closing(self._read(loop, starts_s)) as stream:
             warm_up_s, _ = self._time(take_step, stream, 1)
@@ -176,7 +177,8 @@ class LoopRunner:
                 next(stream)
             once_s, _ = self._time(take_step, stream, 1)
             before = len(starts_s)
-            spent_s, samples = self._time(take_step, stream, max(2, round(seconds / once_s)))
+            steps = self._counts.setdefault(("train", loop), max(2, round(seconds / once_s)))
+            spent_s, samples = self._time(take_step, stream, steps)
         spent_s -= sum(starts_s[before:])
         start_s = median(starts_s[loop.persistent :]) if starts_s[loop.persistent :] else 0.0
         return Turn(spent_s / samples, start_s, warm_up_s)
@@ -209,19 +211,24 @@ class LoopRunner:
             return torch.cuda.max_memory_allocated(self.context.device)
 
     def evaluate(self, loop: Loop, *, seconds: float) -> Turn:
-        """Predict samples of the validation set for about so long: whole batches, and again from the first."""
-        samples = 0
+        """Predict samples of the validation set for about so long: whole batches, and again from the first.
+
+        As many again in each later turn of the same loop.
+        """
+        samples = batches = 0
+        most = self._counts.get(("evaluate", loop))
         with self._prepare(loop):
             self.module.eval()
             with torch.inference_mode() if loop.inference_mode else torch.no_grad():
                 begin = time.perf_counter()
-                while not samples or time.perf_counter() - begin < seconds:
-                    for batch in self._read_evaluation(loop):
-                        with self._autocast(loop):
-                            rows = self.module.predict(batch)
-                        samples += len({name: value.cpu() for name, value in rows.items()}["sample_id"])
-                        if time.perf_counter() - begin >= seconds:
-                            break
+                for batch in itertools.chain.from_iterable(self._read_evaluation(loop) for _ in itertools.count()):
+                    with self._autocast(loop):
+                        rows = self.module.predict(batch)
+                    samples += len({name: value.cpu() for name, value in rows.items()}["sample_id"])
+                    batches += 1
+                    if batches == most or (most is None and time.perf_counter() - begin >= seconds):
+                        break
+            self._counts[("evaluate", loop)] = batches
             return Turn((time.perf_counter() - begin) / samples)
 
     def _time(self, take_step: "_Step", stream: Iterator[Batch], steps: int) -> tuple[float, int]:
