@@ -31,7 +31,7 @@ CONTROL = "nothing (control)"
 
 _PARITY_STEPS = 6
 _LEAST_ROUNDS = 4
-_ROUNDS, _LONGEST_TURN_S = 10, 1.0  # shorter turns make room for more rounds
+_ROUNDS, _LONGEST_TURN_S = 10, 0.25  # short, because other machines of a host come and go within seconds
 _MOST_WORKERS = 4  # the guides' number
 
 
