@@ -51,11 +51,14 @@ def evaluate(
     scored = None
     if gathered is not None:
         rows, size = gathered
+        was_training = module.training
+        module.eval()  # figures and baselines, too, are of samples that nothing augments
         metrics = score_rows(module, rows, with_intervals=save_figures is not None)
         if save_figures is not None:
             save_figures(module.report_figures(rows), module.sample_figures(rows) if with_samples else {})
         if compare is not None:
             compare(rows)
+        module.train(was_training)
         scored = metrics, size
     result: tuple[dict[str, float], int] = distributed.broadcast_from_rank0(scored)
     if result[1] < batch_size:
