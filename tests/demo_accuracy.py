@@ -8,9 +8,6 @@ nothing else, shows there.
 import argparse
 import json
 import math
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +15,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from tests.train_grid import train
 from trainyard.measure import make_header, write_new
 from trainyard.runs.events import read_metrics
 
-ROOT = Path(__file__).resolve().parents[1]
 LEAST_RUNS = 10
 """Fewer draw no distribution that one more run can be compared with."""
 
@@ -52,18 +49,11 @@ DEMOS = (
 )
 
 
-def train(demo: Demo, seed: int, work: Path) -> dict[str, Any]:
+def train_demo(demo: Demo, seed: int, work: Path) -> dict[str, Any]:
     """Train a demo, and return what it reached; a run that is there already is read."""
-    name = f"{demo.job}-{seed}"
-    path = work / "runs" / demo.job / name
     begin = time.monotonic()
-    words = [demo.job, f"seed={seed}", f"eval_every={demo.eval_every}", "score_baselines=false", f"data.cache={work}"]
-    command = [sys.executable, "-m", "trainyard", "run", *words, "--name", name, "--runs", str(work / "runs")]
-    done = subprocess.run(
-        [*command, "--jobs", str(ROOT / "jobs")], env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
-    assert done.returncode == 0, done.stderr.decode(errors="replace")[-2000:]
-    found = read_reached(demo, read_metrics(path))
+    words = [f"seed={seed}", f"eval_every={demo.eval_every}", "score_baselines=false"]
+    found = read_reached(demo, read_metrics(train(demo.job, words, str(seed), work)))
     return {"kind": "run", "job": demo.job, "seed": seed, **found, "seconds": round(time.monotonic() - begin, 1)}
 
 
@@ -124,14 +114,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=LEAST_RUNS)
     parser.add_argument("--only", default="")
     parser.add_argument(
-        "--work", type=Path, required=True, help="folder for packed data and runs; kept, and gone on with"
+        "--work", type=Path, required=True, help="folder for packed data and runs; kept"
     )
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     lines = []
     for demo in DEMOS:
         for seed in range(args.seeds if args.only in demo.job else 0):
-            lines.append(train(demo, seed, args.work.absolute()))
+            lines.append(train_demo(demo, seed, args.work))
             print(lines[-1], flush=True)
     if args.results:
         print(

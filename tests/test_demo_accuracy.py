@@ -3,7 +3,7 @@
 import pytest
 
 from tests.checkout import ROOT
-from tests.demo_accuracy import DEMOS, LEAST_RUNS, Demo, find_worse, read_known, read_reached, train
+from tests.demo_accuracy import DEMOS, LEAST_RUNS, Demo, find_worse, read_known, read_reached, train_demo
 
 KNOWN = read_known(ROOT / "benchmarks")
 LOWER, HIGHER = Demo("a", "eer", 0.1, "1ep"), Demo("b", "ap", 0.5, "1ep", higher_is_better=True)
@@ -50,4 +50,4 @@ def test_the_first_step_at_the_target_counts_and_twice_the_run_if_there_is_none(
 def test_a_demo_learns_as_well_and_as_fast_as_before(demo, tmp_path):
     known = KNOWN[demo.job]
     assert len(known) >= LEAST_RUNS
-    assert find_worse(demo, known, train(demo, 1000, tmp_path)) == []
+    assert find_worse(demo, known, train_demo(demo, 1000, tmp_path)) == []

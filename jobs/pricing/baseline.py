@@ -1,5 +1,6 @@
-"""The baseline that a network must beat: TF-IDF and ridge regression."""
+"""TF-IDF and ridge regression: the baseline that a network must beat, and the other half of a blend."""
 
+import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,24 +10,49 @@ from sklearn.linear_model import Ridge  # type: ignore[import-untyped]
 
 from trainyard.train.module import SampleSource
 
+from .metrics import smape
+
 ALPHAS = (0.1, 0.3, 1.0, 3.0)
 MAX_FEATURES = 200_000  # bounds memory; small catalogues never reach it
+_FOLDS = 5  # that choose a penalty
 
 
 def predict_prices(training: SampleSource, evaluated: SampleSource) -> np.ndarray:
-    """Return the prices (n,) that a ridge fitted on the training split predicts, from a model's own inputs.
-
-    Words are tokens, because packed data has no others.
-    """
-    texts, numbers = _read_inputs(training)
-    ridge = TfidfRidge().fit(texts, training.data.columns["price"][training.ids], numbers)
+    """Return the prices (n,) that a ridge fitted on the training split predicts, from a model's own inputs."""
+    columns = training.data.columns
+    groups, prices = columns["group"][training.ids], columns["price"][training.ids]
+    ridge = tune_ridge(*_read_inputs(training), prices, groups % _FOLDS)
     return ridge.predict(*_read_inputs(evaluated))
+
+
+def tune_ridge(words: Sequence[str], numbers: np.ndarray, prices: np.ndarray, folds: np.ndarray) -> "TfidfRidge":
+    """Fit a ridge with the penalty of `ALPHAS` whose predictions have the least SMAPE on the folds it has not seen.
+
+    Args:
+        words: (N,) texts, or tokens as words: `spell_tokens`.
+        folds: (N,) numbers; near-duplicates share one. If all do, the penalty is 1.
+    """
+    text_N, predicted = np.array(words, dtype=object), np.empty((len(ALPHAS), len(words)))
+    if len(np.unique(folds)) < 2:
+        return TfidfRidge().fit(text_N, prices, numbers)
+    for fold in np.unique(folds):
+        own = folds == fold
+        for i, alpha in enumerate(ALPHAS):
+            ridge = TfidfRidge(alpha).fit(text_N[~own], prices[~own], numbers[~own])
+            predicted[i, own] = ridge.predict(text_N[own], numbers[own])
+    best = min(range(len(ALPHAS)), key=lambda i: smape(predicted[i], prices))
+    return TfidfRidge(ALPHAS[best]).fit(text_N, prices, numbers)
 
 
 def _read_inputs(source: SampleSource) -> tuple[list[str], np.ndarray]:
     """Return the tokens of each sample as words, and its numbers (n, F)."""
-    words = [" ".join(f"t{token}" for token in tokens.tolist()) for tokens in source.data.read("tokens", source.ids)]
+    words = [spell_tokens(tokens) for tokens in source.data.read("tokens", source.ids)]
     return words, np.stack(source.data.read("numbers", source.ids))
+
+
+def spell_tokens(tokens: np.ndarray) -> str:
+    """Return the ids of tokens (L,) as words: packed data has no others."""
+    return " ".join(f"t{token}" for token in tokens.tolist())
 
 
 class TfidfRidge:
@@ -52,6 +78,24 @@ class TfidfRidge:
         log_prices = self._ridge.predict(self._stack_features(self._vectorizer.transform(texts), numbers))
         prices: np.ndarray = np.expm1(np.maximum(log_prices, 1e-3))
         return prices
+
+    def to_json(self) -> str:
+        """Return what was fitted as JSON, weights and coefficients to seven digits."""
+        words = sorted(self._vectorizer.vocabulary_, key=self._vectorizer.vocabulary_.__getitem__)
+        idf, coefficients = (
+            [float(f"{value:.7g}") for value in values] for values in (self._vectorizer.idf_, self._ridge.coef_)
+        )
+        intercept = float(self._ridge.intercept_)
+        return json.dumps({"words": words, "idf": idf, "coefficients": coefficients, "intercept": intercept})
+
+    @classmethod
+    def from_json(cls, text: str) -> "TfidfRidge":
+        """Read what `to_json` wrote."""
+        state, found = json.loads(text), cls()
+        found._vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, vocabulary=state["words"])
+        found._vectorizer.idf_ = np.array(state["idf"])
+        found._ridge.coef_, found._ridge.intercept_ = np.array(state["coefficients"]), state["intercept"]
+        return found
 
     @staticmethod
     def _stack_features(words: spmatrix, numbers: np.ndarray | None) -> spmatrix:

@@ -10,17 +10,12 @@ import numpy as np
 from trainyard.config.compose import apply_overrides
 from trainyard.errors import UserError
 from trainyard.measure import make_header, write_new
-from trainyard.tables import read_table
 from trainyard.terminal import say
 from trainyard.text import quote_path
 
 from .config import Config
 
-METHODS = (
-    *("median", "geometric mean", "tfidf ridge", "tfidf ridge with numbers"),
-    *("network", "network and ridge, blended"),
-)
-PRICES = "prices.csv"
+METHODS = ("median", "geometric mean", "tfidf ridge", "tfidf ridge with numbers", "run")
 
 
 def compare_baselines(args: argparse.Namespace) -> int:
@@ -47,9 +42,8 @@ def compare_baselines(args: argparse.Namespace) -> int:
 def _score_fold(args: argparse.Namespace, fold: int, run: Path | None) -> dict[str, float]:
     """Return the SMAPE of each method on the test rows of one fold.
 
-    A ridge's penalty is chosen on the validation rows; the ridge is then fitted on training and validation rows. The
-    network trained on whatever rows its own packing.val_share left. The blend is the geometric mean of the network
-    and the ridge with numbers; nothing in it is fitted.
+    A ridge's penalty is chosen on the validation rows; the ridge is then fitted on training and validation rows. A run
+    trained on whatever rows its own packing.val_share left.
     """
     from . import baseline, metrics, pack
 
@@ -77,28 +71,10 @@ def _score_fold(args: argparse.Namespace, fold: int, run: Path | None) -> dict[s
         "tfidf ridge": tune_and_predict(numbers=False),
         "tfidf ridge with numbers": tune_and_predict(numbers=True),
     }
-    if run is not None and (run / PRICES).is_file():
-        network = _read_prices(run / PRICES, [table.keys[i] for i in test.tolist()])
-        predicted["network"] = network
-        predicted["network and ridge, blended"] = np.sqrt(network * predicted["tfidf ridge with numbers"])
     scores = {name: metrics.smape(prices, true) for name, prices in predicted.items()}
     if run is not None:
-        scores["network"] = _read_test_smape(run)
+        scores["run"] = _read_test_smape(run)
     return {"fold": fold, "rows": len(test), **scores}
-
-
-def _read_prices(path: Path, keys: Sequence[str]) -> np.ndarray:
-    """Return the prices of these ids from a file that `trainyard predict` wrote."""
-    prices = {}
-    for row in read_table(path):
-        key, price = row.values()
-        prices[key] = float(price)
-    missing = [key for key in keys if key not in prices]
-    if missing:
-        raise UserError(
-            f"{path}: no price for id '{missing[0]}'. Predict the same catalogue: trainyard predict RUN FILE"
-        )
-    return np.array([prices[key] for key in keys])
 
 
 def _read_fold(run: Path) -> int:

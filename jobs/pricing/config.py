@@ -79,6 +79,9 @@ class PackingSettings:
         "title", "what near-duplicates share, apart from sizes and packs: the title, or title and description",
         choices=("title", "text"),
     )  # fmt: skip
+    ridge: bool = option(
+        False, "also fit ridge regression on TF-IDF and numbers: predictions are its and the network's geometric mean"
+    )
     folds: int = option(5, "number of folds", low=2)
     fold: int = option(0, "fold to test; -1: none, every row trains or validates", low=-1)
     val_share: float = option(0.1, "share of the other rows used for validation; 0: none", low=0, high=0.5)

@@ -19,7 +19,7 @@ from . import losses, metrics, tokenizer
 from .config import Config
 from .features import Features
 from .network import PriceNetwork, assign_learning_rates, build_encoder, build_random_encoder, get_encoder_layers
-from .pack import FEATURES, PRICES, TOKENIZER
+from .pack import FEATURES, PRICES, RIDGE, TOKENIZER
 from .weights import ARTIFACTS_BUFFER, OURS, adapt_encoder, adapt_run, read_artifacts
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class PricingModule(TrainModule):
         super().__init__()
         self.network, self.loss, self.draws = network, config.loss, config.evaluation.bootstrap_draws
         self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
+        self.blends = RIDGE in data.artifacts
         self.token_dropout, self.title_dropout = config.model.token_dropout, config.model.title_dropout
         self.id_column, self.price_column = config.packing.id_column, config.packing.price_column
         self.smape_start = self.loss.smape_after_epochs * len(data.train_ids) or float("inf")
@@ -91,8 +92,14 @@ class PricingModule(TrainModule):
         return {"loss": loss, "smape": 100 * losses.smape_log(log_error.detach()).mean()}
 
     def predict(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the price, clamped to the range of the training prices, and the true price if it is known."""
-        log_price = self._predict_log_price(batch).clamp(self.low, self.high)
+        """Return the price, clamped to the range of the training prices, and the true price if it is known.
+
+        With `packing.ridge` it is the geometric mean of the network's and the ridge's.
+        """
+        log_price = self._predict_log_price(batch)
+        if self.blends:
+            log_price = (log_price + batch["ridge"].float()) / 2
+        log_price = log_price.clamp(self.low, self.high)
         rows = {"sample_id": batch["sample_id"], "predicted": log_price.exp()}
         return rows | {name: batch[name] for name in ("price", "group") if name in batch}
 
@@ -103,6 +110,8 @@ class PricingModule(TrainModule):
             "tokens_count": "number of tokens of each text",
             "numbers": f"numbers of artifacts.{FEATURES}, by its names: standardised, clipped to +-5, 0 where unknown",
         }
+        if self.blends:
+            inputs["ridge"] = f"ln of the price by artifacts.{RIDGE}, from tokens as words t1 t2 ... and numbers"
         if self.network.image_branch is not None:
             inputs["image"] = "of the item, resized to height and width; anything where there is none"
             inputs["has_image"] = "1 if the item has an image, else 0"

@@ -18,7 +18,7 @@ from trainyard.data.write_shard import read_image
 from trainyard.errors import UserError
 from trainyard.text import align_columns, cut, join_names
 
-from . import catalog, features, folds, parsing, tokenizer
+from . import baseline, catalog, features, folds, parsing, tokenizer
 from .config import Config, PackingSettings
 from .synthesis import synthesize
 
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 PARTS = ("train", "val", "test")
-TOKENIZER, FEATURES, PRICES, DOCUMENT = "tokenizer", "features", "prices", "document"
+TOKENIZER, FEATURES, PRICES, DOCUMENT, RIDGE = "tokenizer", "features", "prices", "document", "ridge"
 EXAMPLES = 5
 QUANTILES = (0.001, 0.999)  # of the training prices; predictions are clamped to them
 
@@ -98,8 +98,9 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
 
     Records: `tokens` (ragged int32 ids), `numbers` (F,) float32, and `image` if `packing.images` is set. Columns:
     `price`, `group` (number), `set` (text: train, val or test), `length` and `title_length` (tokens), `has_image`,
-    and `content`, a hash of the row and the artifacts that reveals stale packed data. A row that cannot train (no
-    price above 0, no text) is a bad record: `data.on_error=skip` skips such rows.
+    `ridge` (with `packing.ridge`, ln of the price that it predicts) and `content`, a hash of the row and the artifacts
+    that reveals stale packed data. A row that cannot train (no price above 0, no text) is a bad record:
+    `data.on_error=skip` skips such rows.
     """
     packing = config.packing
     plan = _get_plan(raw, packing)
@@ -186,7 +187,7 @@ def load(
     inner_fold: int | None,
     images: tuple[Path, bool] | None,
 ) -> Loaded:
-    """Turn one row into the model's inputs. This is the only place that tokenises.
+    """Turn one row into the model's inputs.
 
     Args:
         inner_fold: of a training row, so that its own price does not leak into its brand's mean.
@@ -198,15 +199,21 @@ def load(
     if entry.fault:
         raise BadRecord(entry.fault)
     item = parsing.parse(*entry.texts)
-    ids = tokenizer.encode(
-        artifacts[TOKENIZER], parsing.build_document(item, json.loads(artifacts[DOCUMENT])), max_tokens=max_tokens
-    )
+    ids = _encode(artifacts, item, max_tokens=max_tokens)
     title = tokenizer.encode(artifacts[TOKENIZER], item.title, max_tokens=max_tokens)
     numbers = _parse_features(artifacts[FEATURES]).compute_row(item, entry.numbers, inner_fold=inner_fold)
     loaded: Loaded = {"tokens": Ragged(ids), "numbers": numbers, "length": len(ids), "title_length": len(title) - 2}
+    if RIDGE in artifacts:
+        [price] = _parse_ridge(artifacts[RIDGE]).predict([baseline.spell_tokens(ids)], numbers[None])
+        loaded["ridge"] = float(np.log(price))
     if images is not None:
         loaded["image"], loaded["has_image"] = _read_image(entry, *images)
     return loaded
+
+
+def _encode(artifacts: Mapping[str, str], item: parsing.Item, *, max_tokens: int) -> np.ndarray:
+    document = parsing.build_document(item, json.loads(artifacts[DOCUMENT]))
+    return tokenizer.encode(artifacts[TOKENIZER], document, max_tokens=max_tokens)
 
 
 def splits(
@@ -312,12 +319,19 @@ def _fit_artifacts(
         [inner for _, _, inner in train],
         columns=packing.numeric_columns,
     )
-    return {
+    artifacts = {
         TOKENIZER: _fit_tokenizer(packing, [parsing.build_document(item) for _, item, _ in train]),
         FEATURES: fitted.to_json(),
         PRICES: _summarize_prices(log_price),
         DOCUMENT: json.dumps(parsing.DOCUMENT),
     }
+    if packing.ridge:
+        inner = np.array([fold for _, _, fold in train])
+        ids = [_encode(artifacts, item, max_tokens=packing.max_tokens) for _, item, _ in train]
+        numbers = [fitted.compute_row(item, entry.numbers, inner_fold=fold) for entry, item, fold in train]
+        words, prices = list(map(baseline.spell_tokens, ids)), np.exp(log_price)
+        artifacts[RIDGE] = baseline.tune_ridge(words, np.stack(numbers), prices, inner).to_json()
+    return artifacts
 
 
 def _check_group_count(file: str, packing: PackingSettings, keys: list[str]) -> None:
@@ -350,6 +364,11 @@ def _summarize_prices(log_price: np.ndarray) -> str:
 @lru_cache(maxsize=4)
 def _parse_features(text: str) -> features.Features:
     return features.Features.from_json(text)
+
+
+@lru_cache(maxsize=2)
+def _parse_ridge(text: str) -> baseline.TfidfRidge:
+    return baseline.TfidfRidge.from_json(text)
 
 
 def select_columns(packing: PackingSettings, *, priced: bool = True) -> catalog.Columns:

@@ -21,6 +21,19 @@ def test_the_ridge_learns_from_words_and_predicts_positive_prices() -> None:
     assert (ridge.predict(np.array(["", "tin tin tin ring 9 zzz"], dtype=object)) > 0).all()
 
 
+def test_a_ridge_is_the_same_after_it_was_written_and_its_penalty_fits_folds_that_it_has_not_seen() -> None:
+    random = np.random.default_rng(0)
+    texts = np.array([" ".join(f"t{n}" for n in random.integers(0, 200, 12)) for _ in range(300)], dtype=object)
+    numbers = random.normal(size=(300, 3)).astype(np.float32)
+    prices = np.exp(3 + numbers[:, 0] + random.normal(size=300))  # words say nothing: the largest penalty is best
+    ridge = baseline.tune_ridge(texts.tolist(), numbers, prices, np.arange(300) % 5)
+    again = baseline.TfidfRidge.from_json(ridge.to_json())
+    np.testing.assert_allclose(again.predict(texts, numbers), ridge.predict(texts, numbers), rtol=1e-5)
+    one, largest = (baseline.TfidfRidge(alpha).fit(texts, prices, numbers) for alpha in (1.0, baseline.ALPHAS[-1]))
+    assert ridge.to_json() == largest.to_json() != one.to_json()
+    assert baseline.tune_ridge(texts.tolist(), numbers, prices, np.zeros(300)).to_json() == one.to_json()
+
+
 def test_the_command_scores_the_baseline_on_every_fold_and_writes_the_results(
     catalogue_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

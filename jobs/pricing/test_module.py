@@ -28,7 +28,7 @@ from trainyard.errors import UserError
 from trainyard.train.module import DataInfo
 from trainyard.train.step import TrainState, make_optimizer, train_step
 
-from . import tokenizer
+from . import metrics, tokenizer
 from .module import build
 from .pack import splits
 from .weights import read_artifacts
@@ -62,6 +62,22 @@ def test_predictions_start_at_the_mean_price_and_stay_within_the_training_prices
         assert module.predict(make_batch(data, [0]))["predicted"].log().item() == pytest.approx(module.high)
         last_bias.fill_(-1e6)
         assert module.predict(make_batch(data, [0]))["predicted"].item() > 0
+
+
+def test_a_blend_predicts_the_geometric_mean_of_network_and_ridge(catalogue_folder: Path, tmp_path: Path) -> None:
+    config = make_config(ridge=True)
+    blended = pack_catalogue(catalogue_folder, config, tmp_path / "out")
+    module, batch = make_module(blended, config).eval(), make_batch(blended, list(range(64)))
+    with torch.no_grad():
+        log_price, log_network = module.predict(batch)["predicted"].log(), module._predict_log_price(batch)
+    expected = ((log_network + batch["ridge"].float()) / 2).clamp(module.low, module.high)
+    torch.testing.assert_close(log_price, expected, rtol=0, atol=1e-5)
+    prices = blended.columns["price"]
+    test = splits(blended.columns, blended.vocabulary, config)["test"]
+    score = metrics.smape(np.exp(blended.columns["ridge"][test]), prices[test])
+    assert score < 0.6 * metrics.smape(np.full(len(test), np.median(prices)), prices[test])
+    module(batch)["loss"].backward()  # of the network alone
+    assert "ridge" in module.describe_predict().inputs
 
 
 def test_four_micro_batches_of_eight_train_like_one_batch_of_32_and_so_does_a_partial_batch(data: ShardSet) -> None:

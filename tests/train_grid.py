@@ -1,0 +1,75 @@
+"""Trains a job once for each combination of options, and writes how good each run became, next to its baselines.
+
+`python -m tests.train_grid JOB [OPTION=VALUE ...] --vary 'OPTION=VALUE|VALUE' --work FOLDER --results benchmarks`
+writes `grid-JOB-DATE.jsonl`: a line for each run, with every metric of its test set, and of its baselines. Several
+options that are varied make all combinations.
+"""
+
+import argparse
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainyard.measure import make_header, write_new
+from trainyard.runs.events import read_events, read_metrics, select_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def train(job: str, options: Sequence[str], name: str, work: Path) -> Path:
+    """Train a job and return its run; one that is there already is finished.
+
+    Raises:
+        AssertionError: it failed; the message is the end of what it printed.
+    """
+    runs = work / "runs"
+    command = [sys.executable, "-m", "trainyard", "run", job, *options, f"data.cache={work}", "--name", name]
+    done = subprocess.run(
+        [*command, "--runs", str(runs), "--jobs", str(ROOT / "jobs")],
+        env=os.environ,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    assert done.returncode == 0, done.stderr.decode(errors="replace")[-2000:]
+    return runs / job / name
+
+
+def read_result(run: Path) -> dict[str, Any]:
+    """Return the metrics of the first test set of a run, and those of its baselines by name."""
+    [*_, line] = [line for line in read_metrics(run) if str(line.get("split", "")).startswith("test")]
+    baselines = [event["scores"] for event in read_events(run) if event.get("event") == "baselines"]
+    return {"metrics": select_metrics(line), "baselines": baselines[-1] if baselines else {}}
+
+
+def main() -> None:
+    """Train, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("job")
+    parser.add_argument("options", nargs="*", metavar="OPTION=VALUE")
+    parser.add_argument("--vary", action="append", default=[], metavar="OPTION=VALUE|VALUE")
+    parser.add_argument("--show", default="", help="the metric to print")
+    parser.add_argument("--work", type=Path, required=True, help="folder for packed data and runs; kept")
+    parser.add_argument("--results", type=Path, required=True)
+    args = parser.parse_args()
+    varied = [(name, values.split("|")) for name, _, values in (text.partition("=") for text in args.vary)]
+    lines = []
+    for chosen in itertools.product(*(values for _, values in varied)):
+        options = {name: value for (name, _), value in zip(varied, chosen, strict=True)}
+        words = [f"{name}={value}" for name, value in options.items()]
+        run = train(
+            args.job, [*args.options, *words], "-".join("".join(filter(str.isalnum, word)) for word in words), args.work
+        )
+        found = read_result(run)
+        lines.append({"kind": "run", "job": args.job, **options, **found})
+        others = {name: scores.get(args.show) for name, scores in found["baselines"].items()}
+        print(*words, args.show, found["metrics"].get(args.show), others, flush=True)
+    header = make_header(f"grid-{args.job}", vars(args))
+    print(f"written: {write_new(args.results, f'grid-{args.job}', [header, *lines])}")
+
+
+if __name__ == "__main__":
+    main()
