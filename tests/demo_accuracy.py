@@ -113,9 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=LEAST_RUNS)
     parser.add_argument("--only", default="")
-    parser.add_argument(
-        "--work", type=Path, required=True, help="folder for packed data and runs; kept"
-    )
+    parser.add_argument("--work", type=Path, required=True, help="folder for packed data and runs; kept")
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     lines = []

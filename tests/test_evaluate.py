@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainyard.config.settings import AugmentSettings, ImageSettings, TrainConfig
 from trainyard.data.loader import Loader
-from trainyard.train.evaluate import find_constant_outputs, gather_rows, score_rows
+from trainyard.train.evaluate import evaluate, find_constant_outputs, gather_rows, score_rows
 from trainyard.train.module import Batch, Rows, Signature, TrainModule
 
 
@@ -70,3 +70,39 @@ def test_rows_are_read_two_batches_late_and_few_wait_at_a_time(images):
     one, late = ["compute", "start"], ["compute", "start", "read"]
     assert Watched.log == [*one, *one, *late, *late, *late, "read", "read"]
     assert rows["sample_id"].tolist() == list(range(20)) and rows["value"].dtype == np.float32
+
+
+def test_all_that_scores_a_set_runs_in_evaluation_mode_and_training_goes_on(images):
+    """Some families run their network in `score`: BatchNorm must not learn there, and nothing be augmented."""
+    modes: list[bool] = []
+
+    class Scored(Means):
+        def score(self, rows: Rows) -> dict[str, float]:
+            modes.append(self.training)
+            return {"mean": 1.0}
+
+        def compute_intervals(self, rows: Rows) -> dict[str, float]:
+            modes.append(self.training)
+            return {}
+
+        def report_figures(self, rows: Rows) -> dict[str, bytes]:
+            modes.append(self.training)
+            return {}
+
+        def sample_figures(self, rows: Rows) -> dict[str, bytes]:
+            modes.append(self.training)
+            return {}
+
+    config = TrainConfig(image=ImageSettings(height_px=24, width_px=32), augment=AugmentSettings())
+    loader, module = Loader(config, images, device=torch.device("cpu"), decode="cpu"), Scored().train()
+    evaluate(
+        module,
+        loader,
+        np.arange(8),
+        batch_size=4,
+        autocast=nullcontext,
+        save_figures=lambda plots, samples: None,
+        with_samples=True,
+        compare=lambda rows: modes.append(module.training),
+    )
+    assert modes == [False] * 5 and module.training
