@@ -317,7 +317,7 @@ def test_an_interval_of_time_is_reported_once_until_it_restarts():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "options"),
-    [("antispoof_smoke", ["swa=false", "model.pooled=true"]), ("pricing_smoke", []), ("twins_smoke", [])],
+    [("antispoof_smoke", ["swa=false"]), ("pricing_smoke", []), ("twins_smoke", [])],
 )
 def test_methods_without_a_network_are_scored_on_the_first_test_set(preset, options, tmp_path):
     """Of samples that are not augmented: antispoof reads numbers for its augmentation that evaluation has not."""

@@ -31,10 +31,6 @@ class ModelSettings:
         choices=("senet34", "senet50", "seresnet", "resnet18_oc"),
     )
     layers: list[int] = option(lambda: [2, 2, 2, 2], "seresnet: blocks per stage; [3,4,6,3] is the larger network")
-    pooled: bool = option(
-        False,
-        "also fit logistic regression on each bin's mean and deviation over time; the score is the mean of both",
-    )
     dropout: float = option(0.3, "seresnet: dropout probability before the last dense layers", low=0, high=0.9)
 
 

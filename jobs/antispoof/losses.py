@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .network import DenseNorm
-
 
 class Decision(nn.Module):
     """The classification head: turns embeddings into scores and the loss."""
@@ -110,36 +108,6 @@ class OcSoftmax(Decision):
 
     def score(self, embedding_BD: Tensor) -> Tensor:
         return functional.normalize(embedding_BD, dim=1) @ functional.normalize(self.direction_D, dim=0)
-
-
-class PooledLogistic(nn.Module):
-    """Logistic regression on the mean and standard deviation over time of each bin; both classes weigh the same.
-
-    Args:
-        bins: F.
-    """
-
-    weight_2: Tensor
-
-    def __init__(self, bins: int, *, counts: tuple[int, int]) -> None:
-        super().__init__()
-        self.norm = DenseNorm(2 * bins, affine=False)
-        self.log_odds = nn.Linear(2 * bins, 1)
-        nn.init.zeros_(self.log_odds.weight)
-        nn.init.zeros_(self.log_odds.bias)
-        self.register_buffer("weight_2", compute_class_weights(counts))
-
-    def forward(self, map_BFT: Tensor, label_B: Tensor) -> Tensor:
-        """Return the loss, averaged over the batch."""
-        labels = label_B.float()
-        loss_B = functional.binary_cross_entropy_with_logits(self.score(map_BFT), labels, reduction="none")
-        return (self.weight_2[label_B] * loss_B).mean()
-
-    def score(self, map_BFT: Tensor) -> Tensor:
-        """Return the log-odds of bona fide speech, (B,) float32."""
-        pooled_BF = torch.cat([map_BFT.mean(dim=2), map_BFT.std(dim=2)], dim=1)
-        log_odds_B1: Tensor = self.log_odds(self.norm(pooled_BF))
-        return log_odds_B1.squeeze(1)
 
 
 def compute_class_weights(counts: tuple[int, int]) -> Tensor:

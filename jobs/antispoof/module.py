@@ -19,7 +19,7 @@ from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Score, S
 
 from . import augment, frontends, metrics
 from .config import Config, LossSettings, ModelSettings
-from .losses import AmSoftmax, CrossEntropy, Decision, OcSoftmax, PooledLogistic
+from .losses import AmSoftmax, CrossEntropy, Decision, OcSoftmax
 from .metrics import AsvRates
 from .network import OneClassResNet, SeNet, SeResNet
 from .pack import WAVE
@@ -37,17 +37,8 @@ def build(config: Config, data: DataInfo) -> "AntispoofModule":
     network = _build_network(config.model, config.frontend.name)
     trials = Trials.from_data(data)
     trials.log_resampling(config.sound.rate_hz)
-    counts = trials.count_classes(data.train_ids)
-    decision, pooled = _build_decision(config.loss, network.dims, counts), None
-    if config.model.pooled:
-        if not isinstance(decision, CrossEntropy):
-            raise UserError(
-                f"model.pooled=true: its log-odds cannot be averaged with the cosines of loss.name={config.loss.name}. "
-                "Use loss.name=wce, or model.pooled=false."
-            )
-        bins = frontend(torch.zeros(1, config.sound.frames)).shape[1]
-        pooled = PooledLogistic(bins, counts=counts)
-    return AntispoofModule(frontend, network, decision, config, trials=trials, data=data, pooled=pooled)
+    decision = _build_decision(config.loss, network.dims, trials.count_classes(data.train_ids))
+    return AntispoofModule(frontend, network, decision, config, trials=trials, data=data)
 
 
 def _build_network(model: ModelSettings, frontend: str) -> SeNet | SeResNet | OneClassResNet:
@@ -137,7 +128,6 @@ class AntispoofModule(TrainModule):
         frontend: (B, N) float32 to (B, F, T) float32; runs outside autocast.
         network: (B, F, T) to (B, D).
         data: whose utterances `sample_figures` shows.
-        pooled: learns at the same time; the score is the mean of both.
     """
 
     identity_column = "speaker"
@@ -155,21 +145,17 @@ class AntispoofModule(TrainModule):
         *,
         trials: Trials,
         data: DataInfo,
-        pooled: PooledLogistic | None = None,
     ) -> None:
         super().__init__()
-        self.frontend, self.network, self.decision, self.pooled = frontend, network, decision, pooled
+        self.frontend, self.network, self.decision = frontend, network, decision
         self.config, self.trials = config, trials
         self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return the loss, and the share of utterances classified correctly."""
-        map_BFT = self.compute_maps(batch)
-        embedding_BD = self.network(map_BFT).float()
+        embedding_BD = self.network(self.compute_maps(batch)).float()
         with torch.autocast(embedding_BD.device.type, enabled=False):
             loss = self.decision(embedding_BD, batch["label"])
-            if self.pooled is not None:
-                loss = loss + self.pooled(map_BFT, batch["label"])
             correct_B = self.decision.predict_bonafide(embedding_BD.detach()) == (batch["label"] == 1)
         return {"loss": loss, "accuracy": correct_B.float().mean()}
 
@@ -201,13 +187,9 @@ class AntispoofModule(TrainModule):
 
     def predict(self, batch: Batch) -> dict[str, Tensor]:
         """Return the score of each utterance, (B,) float32; needs no labels."""
-        map_BFT = self.compute_maps(batch)
-        embedding_BD = self.network(map_BFT).float()
+        embedding_BD = self.network(self.compute_maps(batch)).float()
         with torch.autocast(embedding_BD.device.type, enabled=False):
-            score_B = self.decision.score(embedding_BD)
-            if self.pooled is not None:
-                score_B = (score_B + self.pooled.score(map_BFT)) / 2
-            return {"score": score_B, "sample_id": batch["sample_id"]}
+            return {"score": self.decision.score(embedding_BD), "sample_id": batch["sample_id"]}
 
     def describe_predict(self) -> Signature:
         """Return what the network takes and returns, and the threshold that the loss implies, if it implies one."""

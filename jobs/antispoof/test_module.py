@@ -41,33 +41,11 @@ def test_every_weight_gets_a_gradient() -> None:
     for sections in (
         {},
         {"loss": {"name": "oc_softmax"}},
-        {"model": {"name": "senet34", "pooled": True}},
         {"model": {"name": "seresnet", "layers": [1, 1, 1, 1]}, "loss": {"name": "am_softmax"}},
     ):
         module = make_module(**sections)
         module(make_batch(4))["loss"].backward()
         assert all(weight.grad is not None for weight in module.parameters())
-
-
-def test_pooled_statistics_learn_beside_the_network_and_the_score_is_the_mean_of_both() -> None:
-    module, inputs = make_module(model={"pooled": True}), make_batch(16)
-    inputs["wave"] *= torch.where(inputs["label"] == 1, 1.0, 2.0)[:, None]  # louder noise deviates as much in log
-    inputs["wave"][inputs["label"] == 1, ::2] *= 0.1
-    assert module.pooled is not None
-    optimizer = torch.optim.Adam(module.pooled.parameters(), lr=0.05)
-    for _ in range(60):
-        optimizer.zero_grad()
-        module(inputs)["loss"].backward()
-        optimizer.step()
-    module.eval()
-    with torch.no_grad():
-        maps = module.compute_maps(inputs)
-        pooled = module.pooled.score(maps)
-        network = module.decision.score(module.network(maps))
-        torch.testing.assert_close(module.predict(inputs)["score"], (pooled + network) / 2)
-    assert ((pooled > 0) == (inputs["label"] == 1)).all()
-    with pytest.raises(UserError, match=r"model.pooled=true: its log-odds cannot be averaged .* loss.name=oc_softmax"):
-        make_module(model={"pooled": True}, loss={"name": "oc_softmax"})
 
 
 def test_ranks_exchange_batch_statistics_but_no_windows_or_filters() -> None:

@@ -43,7 +43,7 @@ class AnnotationFile:
 
     @property
     def name(self) -> str:
-        """What names it on a screen."""
+        """What messages call it: the file, or the folder of the set."""
         return self.path.parent.name if self.path.is_dir() else self.path.name
 
     @property
@@ -56,7 +56,7 @@ def find_annotation_files(raw: Path) -> tuple[list[AnnotationFile], list[Path]]:
     """Return the annotation files of a raw folder to read, sorted by name, and those to leave out.
 
     They are `*.json` in `annotations/`, else in the folder itself, else in `train/`, `valid/` and `test/`; there, or in
-    the folder itself, VisDrone's `annotations/*.txt` are read, too. Other kinds of annotations are left out, and the
+    the folder itself, VisDrone's `annotations/*.txt` count, too. Other kinds of annotations are left out. So is the
     union of train and val if the train file lies alongside.
 
     Raises:
