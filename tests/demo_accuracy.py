@@ -45,7 +45,7 @@ DEMOS = (
     Demo("pricing_demo", "smape", 30.0, "1ep"),
     Demo("antispoof_demo", "eer", 0.2, "1ep"),
     Demo("tinydet_demo", "ap", 0.4, "2ep", higher_is_better=True),
-    Demo("twins_demo", "eer", 0.3, "1ep"),
+    Demo("twins_demo", "eer_twin", 0.3, "1ep"),
 )
 
 
