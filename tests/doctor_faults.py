@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
+from threading import enumerate as enumerate_threads
 
 from trainyard.config import compose as configs
 from trainyard.data.prepare import prepare_data
@@ -297,24 +298,38 @@ def format_matrix(lines: Sequence[dict[str, object]]) -> list[str]:
 
 
 def measure_overhead(cache: Path, *, rounds: int) -> list[dict[str, object]]:
-    """Take steps with and without the sampler by turns, of a job that its loader limits; return a line for each."""
+    """Take steps with and without the sampler by turns, of a job that its loader limits; return a line for each.
+
+    Turns are short, as in `trainyard ablate`: the speed of a shared machine changes within seconds. `sampler_share` is
+    the processor time of the sampler's thread, per second that it was on.
+    """
     config = prepare_data(configs.compose("stripes", [f"data.cache={cache}", "data.decode=cpu"], FAMILIES), FAMILIES)
     seconds: dict[str, list[float]] = {"without": [], "with": []}
+    sampler_s = 0.0
     with open_trial(config, FAMILIES, os.environ) as trial, closing(trial.open_stream()) as stream:
         for turn in range(-1, rounds):  # the first is not counted
             for name in sorted(seconds, reverse=turn % 2 == 0):
                 with StageSampler() if name == "with" else nullcontext():
                     begin = time.perf_counter()
-                    for _ in range(100):
+                    for _ in range(40):
                         trial.take_step(trial.take_micro_batches(stream))
                     if turn >= 0:
                         seconds[name].append(time.perf_counter() - begin)
+                        sampler_s += sum(_read_cpu_s(t) for t in enumerate_threads() if t.name == "stages")
         beat, begin = Heartbeat(trial.context.run, "overhead", is_main=False).beat, time.perf_counter()
         for _ in range(100_000):
             beat("training")
         beat_us = 10 * (time.perf_counter() - begin)
-    ratio = Ratio.from_values(seconds["without"], seconds["with"])
-    return [{"kind": "overhead", "sampled": asdict(ratio), "rounds": rounds, "beat_us": beat_us, **seconds}]
+    line = {
+        "sampled": asdict(Ratio.from_values(seconds["without"], seconds["with"])),
+        "sampler_share": sampler_s / sum(seconds["with"]),
+        "beat_us": beat_us,
+    }
+    return [{"kind": "overhead", "rounds": rounds, **line, **seconds}]
+
+
+def _read_cpu_s(thread: Thread) -> float:
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) if thread.ident else 0.0
 
 
 def main() -> None:
@@ -328,7 +343,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.overhead:
         lines = measure_overhead(args.cache, rounds=20 * args.repeats)
-        print(lines[0]["sampled"], f"a beat takes {lines[0]['beat_us']:.2f} us")
+        print(*(f"{name}: {lines[0][name]}" for name in ("sampled", "sampler_share", "beat_us")), sep="\n")
         if args.results:
             header = make_header("doctor-overhead", vars(args)) | {"load": os.getloadavg()}
             print(f"written: {write_new(args.results, 'doctor-overhead', [header, *lines])}")
