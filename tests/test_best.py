@@ -20,7 +20,7 @@ from trainyard.cli import main
 from trainyard.config.settings import parse_monitor
 from trainyard.errors import UserError
 from trainyard.runs.events import find_best_evaluation, read_events
-from trainyard.train.best import Plateau, is_better
+from trainyard.train.best import Plateau, explain_equals, is_better
 
 EER_THEN_SEPARATION = (("eer", "min"), ("d_prime", "max"))
 # Weights that hardly move: the accuracy stays, so only the first evaluation is better than those before.
@@ -41,6 +41,14 @@ def test_equal_rates_are_decided_by_the_separation_then_by_which_came_first(eer,
     lines = [{"split": "val", "step": step, "eer": rate, "d_prime": distance} for step, (rate, distance) in values]
     found = find_best_evaluation(lines, split="val", metric="eer", mode="min", ties=[["d_prime", "max"]])
     assert found is lines[1 if better else 0]
+
+
+def test_a_validation_that_cannot_choose_is_said():
+    lines = [{"eer": rate, "d_prime": 1.0} for rate in (0.2, 0.0, 0.0)]
+    said = explain_equals(lines, make_best(0.0, 2.0), EER_THEN_SEPARATION)
+    assert said.startswith("validation cannot choose: eer is 0 in 2 of 3 evaluations, so d_prime decided. More")
+    assert "the first one won" in explain_equals(lines, make_best(0.0, 2.0), EER_THEN_SEPARATION[:1])
+    assert explain_equals(lines, make_best(0.2, 2.0), EER_THEN_SEPARATION) == ""
 
 
 def test_any_number_is_better_than_nan():

@@ -25,7 +25,7 @@ PRICING, STRIPES = "data/pricing", "data/stripes"
 @pytest.fixture
 def done(stored: Path) -> Path:
     """A finished run of pricing that read data/pricing; the current folder has packed data of another family, too."""
-    config = prepare_data(compose("pricing_smoke", ["data.cache=data"], JOBS), JOBS)
+    config = prepare_data(compose("pricing_smoke", ["data.cache=data", "packing.ridge=false"], JOBS), JOBS)
     (index,) = Path("data").glob("pricing-*/index.h5")
     config.data.path, config.data.synthetic = str(index.parent.rename(PRICING)), 0
     run = create_run(stored / "runs", config, name="done")

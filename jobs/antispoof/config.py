@@ -11,13 +11,19 @@ class FrontendSettings:
 
     name: str = option(
         "lfcc60",
-        "recipe; spec129 is for 8 kHz, the others are for 16 kHz",
-        choices=("lfcc60", "lfcc60_nii", "lfcc_hr", "spec257", "cqt432", "mel128", "spec129"),
+        "recipe; lfcc60_8k and spec129 are for 8 kHz, the others for 16 kHz",
+        choices=("lfcc60", "lfcc60_nii", "lfcc_hr", "spec257", "cqt432", "mel128", "lfcc60_8k", "spec129"),
     )
     mean: str = option(
         "utterance",
-        "what to subtract from each bin: its mean over the utterance, over three seconds around the frame, or nothing",
-        choices=("utterance", "sliding", "none"),
+        "what to subtract from each bin: its mean over the utterance, over three seconds around the frame, or nothing; "
+        "standard: also divide by its deviation over the utterance",
+        choices=("utterance", "sliding", "standard", "none"),
+    )
+    slopes: str = option(
+        "htk",
+        "lfcc60: deltas per frame, or 28 times as large (double deltas 784), as MATLAB baselines have them",
+        choices=("htk", "matlab"),
     )
 
 

@@ -29,14 +29,15 @@ from .filters import (
 
 EPS = 2.220446e-16  # as in the MATLAB baseline; added before each logarithm
 PRE_EMPHASIS = 0.97
+REACH = 3  # frames on either side of a delta
 SLIDING_FRAMES = 301  # three seconds around a frame, at a hop of 10 ms
 RATES_HZ = {
     **dict.fromkeys(("lfcc60", "lfcc60_nii", "lfcc_hr", "spec257", "cqt432", "mel128"), 16000),
-    "spec129": 8000,
+    **dict.fromkeys(("lfcc60_8k", "spec129"), 8000),
 }
 
 
-def build(name: str, *, rate_hz: int, frames: int, mean: str) -> "Frontend":
+def build(name: str, *, rate_hz: int, frames: int, mean: str, slopes: str = "htk") -> "Frontend":
     """Return a front end that maps (B, N) float32 waveforms in [-1, 1) to (B, F, T) float32.
 
     Args:
@@ -44,10 +45,11 @@ def build(name: str, *, rate_hz: int, frames: int, mean: str) -> "Frontend":
         rate_hz: sampling rate of the waveforms.
         frames: N; a constant-Q front end is built for this length, and accepts shorter waveforms.
         mean: what is subtracted from each bin: "none", its mean over the "utterance", or over the "sliding" three
-            seconds around a frame.
+            seconds around a frame; "standard" also divides by its deviation over the utterance.
+        slopes: "htk" or, of lfcc60 alone, "matlab", whose deltas are not divided by a sum of squares.
 
     Raises:
-        UserError: the recipe is for another sampling rate.
+        UserError: the recipe is for another sampling rate, or has no such slopes.
     """
     if rate_hz != RATES_HZ[name]:
         fitting = [other for other, other_hz in RATES_HZ.items() if other_hz == rate_hz]
@@ -55,10 +57,13 @@ def build(name: str, *, rate_hz: int, frames: int, mean: str) -> "Frontend":
             f"frontend.name={name} needs {RATES_HZ[name]} Hz, but sound.rate_hz={rate_hz}. "
             f"Use sound.rate_hz={RATES_HZ[name]}" + (f", or one of {', '.join(fitting)}." if fitting else ".")
         )
-    return Frontend(_build_maps(name, frames), MeanRemoval(mean))
+    if slopes != "htk" and name not in ("lfcc60", "lfcc60_8k"):
+        raise UserError(f"frontend.slopes={slopes}: only lfcc60 and lfcc60_8k have them, not frontend.name={name}.")
+    gain = 1.0 if slopes == "htk" else 2.0 * sum(n * n for n in range(1, REACH + 1))
+    return Frontend(_build_maps(name, frames, delta_gain=gain), MeanRemoval(mean))
 
 
-def _build_maps(name: str, frames: int) -> nn.Module:
+def _build_maps(name: str, frames: int, *, delta_gain: float) -> nn.Module:
     if name == "cqt432":  # Res2Net (Li et al. 2021, arXiv:2010.15006): nine octaves from 15 Hz, every 16 ms
         return ConstantQ(frames=frames, rate_hz=16000, hop=256, bins_per_octave=48, octaves=9, low_hz=15.0)
     if name == "spec257":  # ASSERT (Lai et al. 2019, arXiv:1904.01120): 25 ms windows every 10 ms
@@ -71,7 +76,14 @@ def _build_maps(name: str, frames: int) -> nn.Module:
     if name == "lfcc60":  # the ASVspoof 2019 baseline: 20 ms windows every 10 ms, 20 filters up to 8 kHz
         window = torch.hamming_window(320, periodic=False)
         power = PowerSpectrum(window=window, hop=160, fft=512, pre_emphasis=PRE_EMPHASIS)
-        return Lfcc(power, build_linear_filters(20, rate_hz=16000, fft=512, high_hz=8000), cepstra=20)
+        bands = build_linear_filters(20, rate_hz=16000, fft=512, high_hz=8000)
+        return Lfcc(power, bands, cepstra=20, delta_gain=delta_gain)
+    if name == "lfcc60_8k":  # the same for 8 kHz: filters up to 4 kHz
+        power = PowerSpectrum(
+            window=torch.hamming_window(160, periodic=False), hop=80, fft=256, pre_emphasis=PRE_EMPHASIS
+        )
+        bands = build_linear_filters(20, rate_hz=8000, fft=256, high_hz=4000)
+        return Lfcc(power, bands, cepstra=20, delta_gain=delta_gain)
     if name == "lfcc_hr":  # the LFCC-GMM baseline of 2021: 30 ms windows every 15 ms, 70 filters up to 4 kHz
         power = PowerSpectrum(window=torch.hamming_window(480), hop=240, fft=1024, pre_emphasis=PRE_EMPHASIS)
         return Lfcc(power, build_linear_filters(70, rate_hz=16000, fft=1024, high_hz=4000), cepstra=20)
@@ -196,7 +208,7 @@ class Lfcc(nn.Module):
         filters_FK: Floats,
         *,
         cepstra: int,
-        reach: int = 3,
+        reach: int = REACH,
         delta_gain: float = 1.0,
         energy: bool = False,
     ) -> None:
@@ -283,12 +295,15 @@ class MeanRemoval(nn.Module):
 
     def __init__(self, over: str) -> None:
         super().__init__()
-        assert over in ("none", "utterance", "sliding"), over
+        assert over in ("none", "utterance", "sliding", "standard"), over
         self.over = over
 
     def forward(self, map_BFT: Tensor) -> Tensor:
-        if self.over == "utterance":
-            return map_BFT - map_BFT.mean(dim=2, keepdim=True)
+        if self.over in ("utterance", "standard"):
+            centred_BFT = map_BFT - map_BFT.mean(dim=2, keepdim=True)
+            if self.over == "utterance":
+                return centred_BFT
+            return centred_BFT / centred_BFT.square().mean(dim=2, keepdim=True).sqrt().clamp(min=1e-5)
         if self.over == "sliding":  # at the ends, over the available part of the window
             return map_BFT - functional.avg_pool1d(
                 map_BFT, SLIDING_FRAMES, stride=1, padding=SLIDING_FRAMES // 2, count_include_pad=False

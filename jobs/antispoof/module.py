@@ -32,7 +32,11 @@ def build(config: Config, data: DataInfo) -> "AntispoofModule":
         UserError: front end, rate, network and their options do not fit together.
     """
     frontend = frontends.build(
-        config.frontend.name, rate_hz=config.sound.rate_hz, frames=config.sound.frames, mean=config.frontend.mean
+        config.frontend.name,
+        rate_hz=config.sound.rate_hz,
+        frames=config.sound.frames,
+        mean=config.frontend.mean,
+        slopes=config.frontend.slopes,
     )
     network = _build_network(config.model, config.frontend.name)
     trials = Trials.from_data(data)

@@ -33,12 +33,22 @@ def test_each_front_end_returns_finite_maps_of_the_expected_shape(name: str, sha
     assert not list(frontend.parameters()) and not frontend.state_dict()
 
 
-def test_one_second_at_8_khz_gives_a_map_of_the_published_shape() -> None:
-    assert frontends.build("spec129", rate_hz=8000, frames=8000, mean="none")(make_noise(1, 8000)).shape == (
-        1,
-        129,
-        101,
+@pytest.mark.parametrize(("name", "bins"), [("spec129", 129), ("lfcc60_8k", 60)])
+def test_one_second_at_8_khz_has_101_frames(name: str, bins: int) -> None:
+    frontend = frontends.build(name, rate_hz=8000, frames=8000, mean="none")
+    assert frontend(make_noise(1, 8000)).shape == (1, bins, 101)
+
+
+def test_slopes_of_matlab_are_28_and_784_times_those_of_htk() -> None:
+    wave = make_noise(1, 8000)
+    htk, matlab = (
+        frontends.build("lfcc60", rate_hz=16000, frames=8000, mean="none", slopes=slopes)(wave)
+        for slopes in ("htk", "matlab")
     )
+    factors = torch.tensor([1.0, 28.0, 784.0]).repeat_interleave(20)[None, :, None]
+    torch.testing.assert_close(matlab, htk * factors, rtol=1e-4, atol=1e-3)
+    with pytest.raises(UserError, match="only lfcc60 and lfcc60_8k have them"):
+        frontends.build("spec257", rate_hz=16000, frames=8000, mean="none", slopes="matlab")
 
 
 def compute_power(wave: np.ndarray, window: np.ndarray, hop: int, fft: int, pre: float) -> np.ndarray:
@@ -141,8 +151,11 @@ def test_means_are_removed_over_the_utterance_or_over_three_seconds() -> None:
     assert float(frontends.MeanRemoval("utterance")(x).mean(dim=2).abs().max()) < 1e-6
     by_hand = torch.stack([x[..., max(0, t - 150) : t + 151].mean(dim=2) for t in range(500)], dim=2)
     torch.testing.assert_close(frontends.MeanRemoval("sliding")(x), x - by_hand, rtol=0, atol=1e-5)
+    standard = frontends.MeanRemoval("standard")(7 * x + 3)
+    torch.testing.assert_close(standard.std(dim=2, correction=0), torch.ones(1, 3))
+    assert not frontends.MeanRemoval("standard")(torch.ones(1, 3, 5)).any(), "a silent bin"
 
 
 def test_a_front_end_for_another_rate_is_refused_and_alternatives_are_named() -> None:
-    with pytest.raises(UserError, match=r"lfcc60 needs 16000 Hz, but sound.rate_hz=8000.*spec129"):
+    with pytest.raises(UserError, match=r"lfcc60 needs 16000 Hz, but sound.rate_hz=8000.*lfcc60_8k, spec129"):
         frontends.build("lfcc60", rate_hz=8000, frames=8000, mean="none")

@@ -29,7 +29,7 @@ def tune_ridge(words: Sequence[str], numbers: np.ndarray, prices: np.ndarray, fo
     """Fit a ridge with the penalty of `ALPHAS` whose predictions have the least SMAPE on the folds it has not seen.
 
     Args:
-        words: (N,) texts, or tokens as words: `spell_tokens`.
+        words: (N,) texts, or tokens as words.
         folds: (N,) numbers; near-duplicates share one. If all do, the penalty is 1.
     """
     text_N, predicted = np.array(words, dtype=object), np.empty((len(ALPHAS), len(words)))
@@ -45,14 +45,9 @@ def tune_ridge(words: Sequence[str], numbers: np.ndarray, prices: np.ndarray, fo
 
 
 def _read_inputs(source: SampleSource) -> tuple[list[str], np.ndarray]:
-    """Return the tokens of each sample as words, and its numbers (n, F)."""
-    words = [spell_tokens(tokens) for tokens in source.data.read("tokens", source.ids)]
+    """Return the ids of each sample's tokens as words, because packed data has no text, and its numbers (n, F)."""
+    words = [" ".join(f"t{token}" for token in ids.tolist()) for ids in source.data.read("tokens", source.ids)]
     return words, np.stack(source.data.read("numbers", source.ids))
-
-
-def spell_tokens(tokens: np.ndarray) -> str:
-    """Return the ids of tokens (L,) as words: packed data has no others."""
-    return " ".join(f"t{token}" for token in tokens.tolist())
 
 
 class TfidfRidge:

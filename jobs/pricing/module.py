@@ -111,7 +111,7 @@ class PricingModule(TrainModule):
             "numbers": f"numbers of artifacts.{FEATURES}, by its names: standardised, clipped to +-5, 0 where unknown",
         }
         if self.blends:
-            inputs["ridge"] = f"ln of the price by artifacts.{RIDGE}, from tokens as words t1 t2 ... and numbers"
+            inputs["ridge"] = f"ln of the price by artifacts.{RIDGE}, from the text as written and the numbers"
         if self.network.image_branch is not None:
             inputs["image"] = "of the item, resized to height and width; anything where there is none"
             inputs["has_image"] = "1 if the item has an image, else 0"
@@ -129,10 +129,14 @@ class PricingModule(TrainModule):
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
     ) -> dict[str, Score]:
-        """Return the metrics of ridge regression on TF-IDF of the same tokens and on the same numbers."""
-        from .baseline import predict_prices
+        """Return the metrics of the ridge with which the network is blended; without one, of a ridge on its inputs."""
+        if self.blends:
+            prices = np.exp(evaluated.data.columns["ridge"][evaluated.ids])
+        else:
+            from .baseline import predict_prices
 
-        ridge = {**rows, "predicted": predict_prices(open_training(), evaluated)}
+            prices = predict_prices(open_training(), evaluated)
+        ridge = {**rows, "predicted": prices}
         return {"ridge": Score(self.score(ridge) | self.compute_intervals(ridge))}
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:

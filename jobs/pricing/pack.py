@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 PARTS = ("train", "val", "test")
-TOKENIZER, FEATURES, PRICES, DOCUMENT, RIDGE = "tokenizer", "features", "prices", "document", "ridge"
+TOKENIZER, FEATURES, PRICES, DOCUMENT, RIDGE = "tokenizer", "features", "prices", "document", "ridge_on_text"
 EXAMPLES = 5
 QUANTILES = (0.001, 0.999)  # of the training prices; predictions are clamped to them
 
@@ -199,21 +199,17 @@ def load(
     if entry.fault:
         raise BadRecord(entry.fault)
     item = parsing.parse(*entry.texts)
-    ids = _encode(artifacts, item, max_tokens=max_tokens)
+    document = parsing.build_document(item, json.loads(artifacts[DOCUMENT]))
+    ids = tokenizer.encode(artifacts[TOKENIZER], document, max_tokens=max_tokens)
     title = tokenizer.encode(artifacts[TOKENIZER], item.title, max_tokens=max_tokens)
     numbers = _parse_features(artifacts[FEATURES]).compute_row(item, entry.numbers, inner_fold=inner_fold)
     loaded: Loaded = {"tokens": Ragged(ids), "numbers": numbers, "length": len(ids), "title_length": len(title) - 2}
     if RIDGE in artifacts:
-        [price] = _parse_ridge(artifacts[RIDGE]).predict([baseline.spell_tokens(ids)], numbers[None])
+        [price] = _parse_ridge(artifacts[RIDGE]).predict([entry.text], numbers[None])
         loaded["ridge"] = float(np.log(price))
     if images is not None:
         loaded["image"], loaded["has_image"] = _read_image(entry, *images)
     return loaded
-
-
-def _encode(artifacts: Mapping[str, str], item: parsing.Item, *, max_tokens: int) -> np.ndarray:
-    document = parsing.build_document(item, json.loads(artifacts[DOCUMENT]))
-    return tokenizer.encode(artifacts[TOKENIZER], document, max_tokens=max_tokens)
 
 
 def splits(
@@ -327,10 +323,9 @@ def _fit_artifacts(
     }
     if packing.ridge:
         inner = np.array([fold for _, _, fold in train])
-        ids = [_encode(artifacts, item, max_tokens=packing.max_tokens) for _, item, _ in train]
         numbers = [fitted.compute_row(item, entry.numbers, inner_fold=fold) for entry, item, fold in train]
-        words, prices = list(map(baseline.spell_tokens, ids)), np.exp(log_price)
-        artifacts[RIDGE] = baseline.tune_ridge(words, np.stack(numbers), prices, inner).to_json()
+        texts = [entry.text for entry, _, _ in train]
+        artifacts[RIDGE] = baseline.tune_ridge(texts, np.stack(numbers), np.exp(log_price), inner).to_json()
     return artifacts
 
 

@@ -25,7 +25,7 @@ from trainyard.config.settings import OptimizerSettings
 from trainyard.data.order import bucket_by_length
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
-from trainyard.train.module import DataInfo
+from trainyard.train.module import DataInfo, SampleSource
 from trainyard.train.step import TrainState, make_optimizer, train_step
 
 from . import metrics, tokenizer
@@ -76,6 +76,10 @@ def test_a_blend_predicts_the_geometric_mean_of_network_and_ridge(catalogue_fold
     test = splits(blended.columns, blended.vocabulary, config)["test"]
     score = metrics.smape(np.exp(blended.columns["ridge"][test]), prices[test])
     assert score < 0.6 * metrics.smape(np.full(len(test), np.median(prices)), prices[test])
+    info = DataInfo.from_shards(blended, splits(blended.columns, blended.vocabulary, config)["train"])
+    rows = {"predicted": prices[test], "price": prices[test], "group": blended.columns["group"][test]}
+    found = module.score_baselines(rows, SampleSource(info, test, lambda: iter(())), lambda: pytest.fail("not needed"))
+    assert found["ridge"].metrics["smape"] == pytest.approx(score), "the ridge of the blend itself"
     module(batch)["loss"].backward()  # of the network alone
     assert "ridge" in module.describe_predict().inputs
 

@@ -39,6 +39,12 @@ def build(config: Config, data: DataInfo) -> "TwinsModule":
         raise UserError(f"model.pwca_layers={model.pwca_layers}: expected 0 .. model.layers={model.layers}.")
     if model.stem == "conv" and model.patch_px & (model.patch_px - 1):
         raise UserError(f"model.patch_px={model.patch_px}: expected a power of 2 for model.stem=conv, such as 8 or 16.")
+    if model.stem == "patch" and not (model.weights or config.start_from) and len(data.train_ids):
+        logger.warning(
+            "the network begins with random weights, and optimizer.lr={:g} is meant for a pretrained ViT: on few faces "
+            "it may learn nothing. Name weights (model.weights=FILE, start_from=RUN), or take model.stem=conv",
+            config.optimizer.lr,
+        )
     network = DualCrossAttention(model, image_px=(image.height_px, image.width_px), channels=image.channels)
     module = TwinsModule(network, config, data)
     if model.weights:

@@ -5,6 +5,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from loguru import logger
 
 from tests.cases.twins import make_batch, make_config, make_data, make_module, make_network, select_ids
 from trainyard.errors import UserError
@@ -32,6 +33,16 @@ def test_an_impossible_shape_is_refused(option: str, value: int, message: str) -
     setattr(config.model, option, value)
     with pytest.raises(UserError, match=message):
         make_module(config)
+
+
+def test_a_transformer_that_begins_with_random_weights_is_warned_of() -> None:
+    said: list[str] = []
+    sink = logger.add(said.append, format="{message}", level="WARNING")
+    config = make_config()
+    for config.model.stem in ("patch", "conv"):
+        make_module(config)
+    logger.remove(sink)
+    assert len(said) == 1 and "is meant for a pretrained ViT" in said[0] and "model.stem=conv" in said[0]
 
 
 def test_the_embedding_uses_only_the_weights_of_self_attention_and_global_local_attention() -> None:

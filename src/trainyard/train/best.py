@@ -1,7 +1,7 @@
 """Decides which evaluation is the best so far, and when a run has waited long enough for a better one."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,22 @@ def is_better(metrics: Mapping[str, float], best: Mapping[str, Any] | None, moni
         return True
     of_best = dict(zip((name for name, _ in monitor), (best["value"], *best["ties"]), strict=True))
     return rank_metrics(metrics, monitor) > rank_metrics(of_best, monitor)
+
+
+def explain_equals(evaluations: Iterable[Mapping[str, Any]], best: Mapping[str, Any], monitor: MetricOrder) -> str:
+    """Return that several evaluations have the best value, so that validation cannot tell them apart; "" if one has.
+
+    Args:
+        evaluations: the lines of the validation set.
+    """
+    (name, _), *ties = monitor
+    values = [line[name] for line in evaluations if name in line]
+    equal = values.count(best["value"])
+    if equal < 2:
+        return ""
+    decided = f"{' and '.join(tie for tie, _ in ties)} decided" if ties else "the first one won"
+    said = f"validation cannot choose: {name} is {best['value']:.4g} in {equal} of {len(values)} evaluations"
+    return f"{said}, so {decided}. More or harder validation samples would tell them apart."
 
 
 def require_metrics(metrics: Mapping[str, float], monitor: MetricOrder) -> None:
