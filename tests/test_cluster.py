@@ -112,7 +112,7 @@ SENTENCES = {
         "slurm_nam:",
         "tower.yaml, line 1: there is no key 'slurm_nam'. Nearest: slurm_name. Keys: slurm_name, shared, gpus, "
         "time_default, signal_delay_s, requeue_wait_s, account, qos, wckey, exclude, srun_args, sbatch, "
-        "variables, setup, node_setup, python, container, scratch, group, attempts, data.",
+        "variables, setup, node_setup, on_end, python, container, scratch, group, attempts, data.",
     ),
     "an unknown key of the GPUs": (
         "cores_per_gpu",

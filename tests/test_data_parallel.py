@@ -23,7 +23,7 @@ from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.hardware import choose_sync_batchnorm
 from trainyard.train import distributed
-from trainyard.train.data_parallel import wrap_in_ddp
+from trainyard.train.data_parallel import hash_constant_buffers, refuse_differing_buffers, wrap_in_ddp
 from trainyard.train.evaluate import evaluate, predict_share
 from trainyard.train.module import Batch, Rows, TrainModule
 from trainyard.train.run_state import encode_state, restore_state
@@ -189,6 +189,33 @@ def run_on_ranks(work: Callable[..., None], world_size: int, folder: Path, *argu
     for process in ranks:
         process.join(240)
     assert [process.exitcode for process in ranks] == [0] * world_size
+
+
+class Queue(TrainModule):
+    """Keeps what it saw last: in "seen" each rank its own, in "steps" all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+
+def _change_buffers(rank: int, world_size: int, folder: Path) -> None:
+    module = Queue()
+    before = hash_constant_buffers(module)
+    assert sorted(before) == ["seen", "steps"]
+    module.steps += 1
+    module.norm(torch.randn(4, 2) + rank)
+    refuse_differing_buffers(module, before)
+    module.seen += rank
+    with pytest.raises(UserError, match=r"test_data_parallel\.py: Queue: a step changes the buffers seen to other"):
+        refuse_differing_buffers(module, before)
+
+
+@pytest.mark.slow
+def test_buffers_that_a_step_changes_on_each_rank_to_its_own_are_refused_by_name(tmp_path):
+    run_on_ranks(_change_buffers, 2, tmp_path)
 
 
 def _join_with_few_open_files(rank: int, world_size: int, folder: Path) -> None:

@@ -67,7 +67,7 @@ def test_every_command_that_starts_something_has_a_dry_run():
     parser, _ = cli._build_parser(["-", "run"])  # all of them, without the families' own commands
     (verbs,) = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     dry = {name for name, verb in verbs.items() if any("--dry" in action.option_strings for action in verb._actions)}
-    assert dry == set(verbs) - STARTS_NOTHING - INTERNAL == {"run", "resume", "submit", "sweep", "multirun"}
+    assert dry == set(verbs) - STARTS_NOTHING - INTERNAL == {"run", "resume", "submit", "shell", "sweep", "multirun"}
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import os
 import shutil
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from trainyard.config.families import Root, choose_root, load_family
 from trainyard.errors import UserError
 from trainyard.runs import folder as runs
 from trainyard.runs.create import create_run
-from trainyard.runs.families import OWN, find_families, remember_families
+from trainyard.runs.families import OWN, describe_families, find_families
 
 SHORT = ("max_duration=2st", "eval_every=2st", "data.synthetic=60", "global_batch_size=6")
 
@@ -46,11 +47,15 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_families(tmp_path_factory.mktemp("families"))
 
 
+def name_families(root: Root) -> dict[str, dict[str, Any]]:
+    return {"choices": {name: choice._asdict() for name, choice in describe_families(root).items()}}
+
+
 @pytest.fixture
 def here(elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the current folder with a run, which has not begun, and from which nothing leads to its family."""
     config = compose("stripes", [f"data.cache={tmp_path / 'data'}", *SHORT], elsewhere)
-    remember_families(create_run(tmp_path / "runs", config, name="r"), Root(elsewhere, "--jobs"))
+    create_run(tmp_path / "runs", config, name="r", chosen=name_families(Root(elsewhere, "--jobs")))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -122,8 +127,7 @@ def test_runs_of_trainyards_own_families_do_not_depend_on_where_they_are(tmp_pat
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text("family: fingerprint\n")
-    runs.write_env(run, {})
-    remember_families(run, choose_root("fingerprint_demo"))
+    runs.write_env(run, name_families(choose_root("fingerprint_demo")))
     assert runs.read_env(run)["choices"]["families"]["value"] == OWN
     found = find_families(run)
     assert found.folder == Path(__file__).parents[1] / "jobs" and not found.is_named
@@ -156,3 +160,22 @@ def test_a_family_that_imports_itself_by_a_taken_name_is_told_how(tmp_path):
     pack.write_text(pack.read_text().replace("from .config", "from jobs.stripes.config"))
     with pytest.raises(UserError, match=r"imports 'jobs\.stripes'.*'from \.config import Config'"):
         load_family(jobs, "stripes", "pack")
+
+
+def test_a_broken_family_takes_nothing_from_the_others(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("good", "bad", "worse"):
+        shutil.copytree(FAMILIES / "stripes", tmp_path / "jobs" / name)
+        for preset in (tmp_path / "jobs" / name).glob("*.yaml"):
+            preset.rename(preset.with_name(f"{name}_{preset.name}"))
+    (tmp_path / "jobs" / "bad" / "config.py").write_text("x = 1\nclass (\n")
+    (tmp_path / "jobs" / "worse" / "commands.py").write_text("import not_there\n")
+    assert cli.main(["jobs"]) == 0
+    assert "good_stripes" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    shown = capsys.readouterr()
+    assert ended.value.code == 0 and "check-family" in shown.out
+    assert "worse/commands.py: its commands are left out: ModuleNotFoundError: No module named 'not_there'" in shown.err
+    with pytest.raises(UserError, match=r"bad/config\.py, line 2: not Python: "):
+        load_family(tmp_path / "jobs", "bad", "config")

@@ -2,18 +2,20 @@
 
 import errno
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from trainyard.config.families import load_family
-from trainyard.errors import DiskFull, UserError
+from trainyard.errors import DiskError, DiskFull, UserError
 from trainyard.files import (
     copy_folder,
     create_folder,
     make_folder_inside,
     name_failed_write,
     name_full_disk,
+    read_file,
     remove_partial_folders,
     report_full_disk,
     write_atomically,
@@ -137,3 +139,43 @@ def test_nothing_is_written_through_links_that_somebody_planted(tmp_path):
     with pytest.raises(UserError, match=r"plots: is a link, .* Remove it: rm /.*plots"):
         make_folder_inside(run / "plots")
     assert make_folder_inside(run / "ranks") == make_folder_inside(run / "ranks") == run / "ranks"
+
+
+def test_a_new_folder_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    flushed, fsync = [], os.fsync
+
+    def record(descriptor: int) -> None:
+        flushed.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    with create_folder(tmp_path / "drawn") as folder:
+        (folder / "bona").mkdir()
+        for name in ("bona/1.wav", "list.csv"):
+            (folder / name).write_text(name)
+    made = [path.relative_to(folder) for path in flushed[:-1]]
+    assert sorted(map(str, made)) == [".", "bona", "bona/1.wav", "list.csv"] and made[-1] == Path()
+    assert flushed[-1] == tmp_path
+
+
+def test_reading_a_small_file_takes_little_memory_however_large_it_may_be(tmp_path):
+    path = tmp_path / "heartbeat.json"
+    path.write_bytes(b"x" * 160)
+    tracemalloc.start()
+    assert read_file(path, most_bytes=2**30) == b"x" * 160
+    assert tracemalloc.get_traced_memory()[1] < 2**23
+    tracemalloc.stop()
+    path.write_bytes(b"x" * (2**21 + 1))
+    assert len(read_file(path, most_bytes=2**21 + 1)) == 2**21 + 1
+    with pytest.raises(OSError, match="larger than 2097152 bytes"):
+        read_file(path, most_bytes=2**21)
+
+
+def test_an_error_of_the_disk_is_one_sentence_with_the_file_and_no_size(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    with pytest.raises(DiskError) as raised, report_full_disk(tmp_path), name_failed_write(file, size_bytes=99):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    assert str(raised.value).startswith(f"{file}: Input/output error (EIO): the disk, or the network to it, failed")
+    assert "needs" not in str(raised.value)
+    with pytest.raises(OSError, match="Input/output"), report_full_disk(tmp_path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))  # of a terminal

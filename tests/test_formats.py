@@ -33,7 +33,7 @@ from trainyard.runs.manifest import hash_fields, list_checkpoints
 
 PAGE = Path(__file__).parents[1] / "docs" / "formats.md"
 RUN, PACKED = Path("runs/stripes/done"), Path("data/stripes")
-SOMETIMES = {"waited_for_previous_s", "passed", "previous"}
+SOMETIMES = {"waited_for_previous_s", "passed", "previous", "request"}
 """Fields that one run has and an equal one may lack."""
 
 
@@ -99,7 +99,7 @@ def list_stored(folder: Path) -> dict[str, set[str]]:
         "Manifest": list_json(manifest, "meta.files"),
         "Environment": set(json.loads((run / "env.json").read_text())),
         "Heartbeat": set(json.loads((run / "heartbeat.json").read_text())),
-        "sweep": list_json(sweep | {"elements": sweep["elements"][0]}, "elements"),
+        "sweep": list_json(sweep | {"elements": sweep["elements"][0]}, "elements") - SOMETIMES,
     }
     for line in read_metrics(run):
         found.setdefault(line["kind"], set()).update("METRIC" if name == "accuracy" else name for name in line)

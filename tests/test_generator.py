@@ -7,7 +7,7 @@ import pytest
 
 from tests.training import FAMILIES
 from trainyard.config.compose import compose
-from trainyard.data.generator import hash_generator
+from trainyard.data.generator import hash_generator, hash_packing
 from trainyard.data.prepare import prepare_data
 
 JOBS = Path(__file__).parents[1] / "jobs"
@@ -53,3 +53,26 @@ def test_another_generator_makes_another_folder_says_why_and_keeps_the_first(tmp
     assert sorted(path.name for path in tmp_path.glob("stripes-synthetic-*")) == sorted([*others, own])
     prepare_data(config, FAMILIES)
     assert sum("synthesizing" in line for line in log) == 2
+
+
+def test_the_digest_of_packing_changes_with_its_code_and_not_with_docstrings_options_or_the_generator(tmp_path):
+    files = {
+        "pack.py": "from .names import read\nfrom .draw import synthesize\n\n\n"
+        'def load():\n    """Load."""\n    return read()\n',
+        "names.py": "from .config import Config\n\n\ndef read():\n    return 1\n",
+        "draw.py": "def synthesize():\n    pass\n",
+        "config.py": "class Config:\n    pass\n",
+        "network.py": "",
+    }
+
+    def hash_with(**changed: str) -> str:
+        for name, text in {**files, **{f"{name}.py": text for name, text in changed.items()}}.items():
+            (tmp_path / name).write_text(text)
+        return hash_packing(tmp_path)
+
+    plain = hash_with()
+    for name in ("draw", "config", "network"):
+        assert hash_with(**{name: files[f"{name}.py"] + "x = 1\n"}) == plain
+    assert hash_with(pack=files["pack.py"].replace("Load.", "Load it\n\n    from a file.")) == plain
+    assert hash_with(pack=files["pack.py"].replace("read()", "1 + read()")) != plain
+    assert hash_with(names=files["names.py"].replace("return 1", "return 2")) != plain

@@ -28,7 +28,7 @@ from trainyard.config import compose as configs
 from trainyard.errors import UserError
 from trainyard.report.run_page import write_report
 from trainyard.runs.changes import find_changes
-from trainyard.runs.create import create_run
+from trainyard.runs.create import Origin, create_run
 from trainyard.runs.folder import read_env, write_env
 from trainyard.runs.lock import RunLock
 from trainyard.runs.manifest import CheckpointError, list_checkpoints
@@ -43,7 +43,9 @@ JOBS = ["--jobs", str(FAMILIES)]
 def gift(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with a checkpoint, metrics and events."""
     root = tmp_path_factory.mktemp("gift")
-    run = create_run(root / "runs", configs.compose("stripes", [], FAMILIES), name="gift", code=root)
+    run = create_run(
+        root / "runs", configs.compose("stripes", [], FAMILIES), name="gift", origin=Origin.collect(code=root)
+    )
     checkpoint.save(run / "checkpoints", {"model": {"w": torch.arange(300.0)}}, step=1, meta={})
     write_lines(run / "metrics.jsonl", {"kind": "train", "step": 1, "loss": 1.0, "elapsed_s": 1.0})
     time = {"time": "2026-01-02T03:04:05+00:00"}

@@ -130,3 +130,11 @@ def test_a_lock_that_cannot_be_written_whole_does_not_appear(tmp_path):
     assert list(tmp_path.iterdir()) == []
     with RunLock(tmp_path):
         pass
+
+
+def test_the_next_owner_removes_what_a_killed_one_left_of_its_files(tmp_path: Path):
+    left, others = tmp_path / ".env.json.0123456789abcdef.partial", tmp_path / ".report.html.0123456789abcdef.partial"
+    for path in (left, others):
+        path.write_text("half")
+    with RunLock(tmp_path):
+        assert not left.exists() and others.exists()

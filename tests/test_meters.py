@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from loguru import logger
 
 from tests.training import FAMILIES, load_state, new_run
 from trainyard.config import compose as configs
@@ -285,3 +286,19 @@ def test_on_the_cpu_idle_is_waiting_for_data(device):
     assert timings == pytest.approx(
         {"samples_per_s": 6.0, "step_ms": 2000, "data_wait_ms": 500, "idle_ms": 500, "compute_ms": 1500}
     )
+
+
+def test_a_heartbeat_that_cannot_be_written_is_warned_of_once_and_ends_nothing(tmp_path: Path):
+    run = tmp_path / "run"
+    run.mkdir()
+    heartbeat, said = Heartbeat(run, "first"), []
+    heartbeat.beat("training", now=True)
+    shutil.rmtree(run)  # as a network file system does for a moment
+    sink = logger.add(said.append, format="{message}", level="WARNING")
+    for _ in range(3):
+        heartbeat.beat("training", now=True)
+    logger.remove(sink)
+    assert heartbeat.failed_writes == 3 and len(said) == 1 and "heartbeat.json: not written" in said[0]
+    run.mkdir()
+    heartbeat.beat("training", step=7, now=True)
+    assert '"step": 7' in (run / "heartbeat.json").read_text()

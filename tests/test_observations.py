@@ -17,8 +17,8 @@ from trainyard.errors import UserError
 from trainyard.plan.memory import StepConfig, StepPrediction, compute_key, open_cache
 from trainyard.plan.resources import ResourceRequest, RunRequest
 from trainyard.report.run_page import format_summary, write_report
-from trainyard.runs.folder import CONFIG, read_env
-from trainyard.runs.observations import Usage, read_usage, record_plan_key
+from trainyard.runs.folder import CONFIG, read_env, update_env
+from trainyard.runs.observations import Usage, describe_plan, read_usage
 
 MIB = 2**20
 OPTIONS = ("max_duration=4st", "micro_batch_size=8", "data.synthetic=60")
@@ -32,7 +32,7 @@ def store_plan(run: Path) -> None:
     store.steps[StepConfig("cpu", "fp32", True, False, 8, accumulates=True)] = step
     store.steps[StepConfig("cpu", "fp32", True, False, 4, accumulates=True)] = replace(step, activations=MIB)
     store.save()
-    record_plan_key(run, compute_key(config, FAMILIES))
+    update_env(run, "plan", describe_plan(compute_key(config, FAMILIES))["plan"])
 
 
 @pytest.fixture

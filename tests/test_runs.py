@@ -19,7 +19,7 @@ from trainyard.cli import main
 from trainyard.config.settings import TrainConfig
 from trainyard.environment import THIS_CODE, collect_environment, describe_cpu, find_checkout
 from trainyard.errors import UserError
-from trainyard.runs.create import create_run
+from trainyard.runs.create import Origin, create_run
 from trainyard.runs.folder import find_latest_run, read_env, resolve_run, update_env
 from trainyard.runs.lock import RunLock
 from trainyard.runs.manifest import hash_fields
@@ -52,7 +52,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def test_a_run_is_named_by_job_time_and_commit_and_contains_options_and_environment(tmp_path: Path, checkout: Path):
     before = time.strftime("%Y%m%d-%H%M%S")
-    run = create_run(tmp_path / "runs", TINY, code=checkout / "jobs")
+    run = create_run(tmp_path / "runs", TINY, origin=Origin.collect(code=checkout / "jobs"))
     time_of_name, commit = run.name.rsplit("-", 1)
     assert run.parent == tmp_path / "runs" / "tiny"
     assert before <= time_of_name <= time.strftime("%Y%m%d-%H%M%S")
@@ -63,14 +63,14 @@ def test_a_run_is_named_by_job_time_and_commit_and_contains_options_and_environm
 
 
 def test_a_run_of_code_outside_git_says_so_and_why(tmp_path: Path):
-    run = create_run(tmp_path / "runs", TINY, code=tmp_path)
+    run = create_run(tmp_path / "runs", TINY, origin=Origin.collect(code=tmp_path))
     assert re.fullmatch(r"\d{8}-\d{6}-nogit", run.name)
     assert read_env(run)["code"]["commit"] is None and "not a git repository" in read_env(run)["code"]["reason"]
 
 
 def _create_several(root: Path, code: Path, names: "multiprocessing.Queue[str]") -> None:
     for _ in range(3):
-        names.put(create_run(root, TINY, code=code).name)
+        names.put(create_run(root, TINY, origin=Origin.collect(code=code)).name)
 
 
 @pytest.mark.slow
@@ -88,13 +88,13 @@ def test_runs_created_in_the_same_second_by_several_processes_get_different_fold
 
 
 def test_a_name_can_be_given_to_one_run_only(tmp_path: Path):
-    run = create_run(tmp_path, TINY, name="baseline", code=tmp_path)
+    run = create_run(tmp_path, TINY, name="baseline", origin=Origin.collect(code=tmp_path))
     assert run == tmp_path / "tiny" / "baseline"
     before = (run / "env.json").read_bytes()
     with pytest.raises(
         UserError, match=r"baseline: there is a run of this name\. Choose another, or resume it: trainyard"
     ):
-        create_run(tmp_path, TINY, name="baseline", code=tmp_path)
+        create_run(tmp_path, TINY, name="baseline", origin=Origin.collect(code=tmp_path))
     assert (run / "env.json").read_bytes() == before
     assert [path.name for path in run.parent.iterdir()] == ["baseline"]
 
@@ -114,7 +114,7 @@ def test_uncommitted_changes_are_stored_as_a_patch_that_applies(tmp_path: Path, 
     (checkout / "weights.bin").write_bytes(bytes(range(256)))
     git(checkout, "add", "weights.bin")
     (checkout / "scratch notes.txt").write_text("private")
-    run = create_run(tmp_path / "runs", TINY, code=checkout / "jobs")
+    run = create_run(tmp_path / "runs", TINY, origin=Origin.collect(code=checkout / "jobs"))
     assert read_env(run)["code"]["dirty"] is True
     assert read_env(run)["code"]["untracked"] == ["scratch notes.txt"]
     assert "private" not in (run / "code.diff").read_text()
@@ -133,7 +133,7 @@ def test_an_untracked_file_alone_makes_a_checkout_dirty(checkout: Path):
 def test_no_secret_from_the_environment_or_the_remote_reaches_the_run(tmp_path: Path, checkout: Path):
     (checkout / "model.py").write_text("WIDTH = 16\n")
     environ = {"HF_TOKEN": SECRET, "WANDB_API_KEY": SECRET, "SLURM_JOB_ID": "42", "CUDA_VISIBLE_DEVICES": "0,1"}
-    run = create_run(tmp_path / "runs", TINY, environ=environ, code=checkout)
+    run = create_run(tmp_path / "runs", TINY, origin=Origin.collect(environ, checkout))
     assert read_env(run)["environ"] == {"SLURM_JOB_ID": "42", "CUDA_VISIBLE_DEVICES": "0,1"}
     files = [file for file in run.rglob("*") if file.is_file()]
     assert len(files) == 3
@@ -187,7 +187,7 @@ def test_gpus_are_what_nvidia_smi_prints(tmp_path: Path, monkeypatch, script: st
 
 
 def test_updating_a_section_of_env_json_keeps_the_rest(tmp_path: Path):
-    run = create_run(tmp_path, TINY, code=tmp_path)
+    run = create_run(tmp_path, TINY, origin=Origin.collect(code=tmp_path))
     before = read_env(run)
     update_env(run, "result", {"step": 10, "loss": 0.5})
     update_env(run, "result", {"step": 20})
@@ -402,13 +402,13 @@ def test_writers_that_come_and_go_never_overlap(tmp_path: Path):
 def runs(tmp_path: Path) -> Path:
     """Runs of two jobs, oldest first: tiny/b, tiny/a1, tiny/a2, tiny_big/c."""
     for job, name in [("tiny", "b"), ("tiny", "a1"), ("tiny", "a2"), ("tiny_big", "c")]:
-        create_run(tmp_path / "runs", TrainConfig(job=job), name=name, code=tmp_path)
+        create_run(tmp_path / "runs", TrainConfig(job=job), name=name, origin=Origin.collect(code=tmp_path))
     return tmp_path / "runs"
 
 
 def test_the_latest_run_is_the_newest_one_whatever_its_name(runs: Path):
     assert find_latest_run(runs, "tiny") == runs / "tiny" / "a2"
-    create_run(runs, TrainConfig(job="tiny"), name="0", code=runs)
+    create_run(runs, TrainConfig(job="tiny"), name="0", origin=Origin.collect(code=runs))
     assert find_latest_run(runs, "tiny") == runs / "tiny" / "0"
 
 
@@ -437,7 +437,7 @@ def test_a_run_is_found_by_its_path(runs: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_exact_name_wins_over_names_that_begin_with_it(runs: Path):
-    create_run(runs, TrainConfig(job="tiny"), name="a1-2", code=runs)
+    create_run(runs, TrainConfig(job="tiny"), name="a1-2", origin=Origin.collect(code=runs))
     assert resolve_run("a1", runs) == runs / "tiny" / "a1"
 
 

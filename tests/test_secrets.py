@@ -15,7 +15,7 @@ from trainyard.config.settings import TrainConfig
 from trainyard.errors import ConfigError, UserError
 from trainyard.launch.submit import snapshot_code
 from trainyard.masking import find_secrets, mask_diff, mask_text
-from trainyard.runs.create import create_run
+from trainyard.runs.create import Origin, create_run
 from trainyard.runs.folder import record_error
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,7 +140,7 @@ def test_secrets_in_uncommitted_code_are_masked_and_named(tmp_path):
     (checkout / "settings.yaml").write_text(f"user: ann\npassword: {VALUE}\nnested_token: {VALUE}\n")
     (checkout / "old.py").write_text("import os\n")
     (checkout / "untracked.env").write_text(f"A={VALUE}\n")
-    run = create_run(tmp_path / "runs", TrainConfig(job="tiny", family="tiny"), code=checkout)
+    run = create_run(tmp_path / "runs", TrainConfig(job="tiny", family="tiny"), origin=Origin.collect(code=checkout))
     diff = (run / "code.diff").read_text()
     assert VALUE not in diff and DIGITS not in diff and "MIIE" not in diff
     assert not [name for name, line in LINES.items() if line in diff]

@@ -351,3 +351,22 @@ print(choice, returned, steps(10))
     choice, returned, kept = done.stdout.split()
     assert choice == "kept"
     assert 10 * int(kept) < int(returned)
+
+
+def test_a_parameter_that_no_group_or_two_groups_have_is_refused_by_name():
+    class Forgetful(Classifier):
+        def parameter_groups(self, weight_decay: float) -> list[dict[str, object]]:
+            return [{"params": self.layers.parameters(), "weight_decay": weight_decay}]
+
+    class Eager(Classifier):
+        def parameter_groups(self, weight_decay: float) -> list[dict[str, object]]:
+            return [{"params": self.parameters()}, {"params": [self.head.bias]}]
+
+    said = r"test_step.py: Forgetful.parameter_groups: head.weight, head.bias are in no group, and would never train"
+    with pytest.raises(UserError, match=said):
+        make_optimizer(Forgetful(), OptimizerSettings())
+    with pytest.raises(UserError, match=r"Eager.parameter_groups: head.bias: in two groups"):
+        make_optimizer(Eager(), OptimizerSettings())
+    frozen = Forgetful()
+    frozen.head.requires_grad_(False)
+    assert len(make_optimizer(frozen, OptimizerSettings()).param_groups) == 1

@@ -118,7 +118,7 @@ def test_ranks_share_a_batch_of_resized_images_as_of_files(packed, store):
 def test_the_store_is_part_of_what_identifies_packed_data(packed, store):
     config = compose_smoke(packed.family, f"packing.store={store}")
     index = read_index(packed.folders[store])
-    assert index.meta == build_meta(config)
+    assert {name: value for name, value in index.meta.items() if name != "code"} == build_meta(config)
     if store == "keep":  # as packed before the option existed
         assert "input" not in index.meta and "store" not in index.meta["packing"]
     else:

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import shutil
 import subprocess
 from collections.abc import Sequence
 from contextlib import closing
@@ -30,7 +31,9 @@ MONITOR = {"split": "val", "metric": "accuracy", "mode": "max"}
 def make_sweep(
     root: Path, words: str, *overrides: str, name: str | None = "s", job: str = "stripes"
 ) -> sweep_file.Sweep:
-    return sweep.create(job, [words], overrides, jobs_dir=FAMILIES, root=root / "runs", name=name, environ={})
+    axes, combinations = sweep.combine(job, [words], overrides, FAMILIES)
+    new = [sweep.NewRun(*combination) for combination in combinations]
+    return sweep.create(job, axes, overrides, new, root=root / "runs", name=name, environ={})
 
 
 def list_files(folder: Path) -> list[Path]:
@@ -105,8 +108,8 @@ def test_values_are_read_as_hydra_reads_them_in_the_order_typed(words, axes):
         (["seed=range(3,0)"], ["no value", "range(0,3) is 0,1,2"]),
         (["seed=range(0,1,0)"], ["seed=range(0,1,0)", "cannot be read"]),
         (["seed=(1"], ["seed=(1", "cannot be read"]),
-        (["seed=range(0,1000000000)"], ["more than 1000 runs"]),
-        (["seed=range(0,40) data.threads=range(0,40)"], ["more than 1000 runs"]),
+        (["seed=range(0,1000000000)"], ["more than 10000 runs"]),
+        (["seed=range(0,101) data.threads=range(0,100)"], ["more than 10000 runs"]),
     ],
 )
 def test_an_invalid_sweep_is_refused_in_one_line(words, expected):
@@ -200,6 +203,12 @@ def test_a_damaged_sweep_file_is_named(tmp_path: Path):
     (made.folder / "sweep.json").write_text('{"job": "stripes"}')
     with pytest.raises(UserError, match=r"sweep\.json: expected the record of a sweep"):
         sweep_file.load("s", tmp_path / "runs")
+
+
+def test_runs_that_a_killed_sweep_did_not_create_are_missing(tmp_path: Path):
+    made = make_sweep(tmp_path, "seed=0,1,2")
+    shutil.rmtree(made.elements[1].run)
+    assert sweep_file.list_missing(sweep_file.load("s", tmp_path / "runs")) == [made.elements[1]]
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from trainyard.launch.cancel import cancel
 from trainyard.plan.make_plan import make_plan
 from trainyard.plan.resources import ResourceRequest
 from trainyard.report.run_page import write_report
-from trainyard.runs.create import create_run
+from trainyard.runs.create import Origin, create_run
 
 ROOT = Path(__file__).resolve().parents[1]
 STRANGER, OTHER = 12345, 12346
@@ -61,7 +61,9 @@ def place() -> Iterator[Path]:
 def read_new_run() -> dict[str, str]:
     """Return the files of a new run, created once for all tests."""
     with tempfile.TemporaryDirectory() as folder:
-        run = create_run(Path(folder), configs.compose("stripes", [], FAMILIES), code=Path(folder))
+        run = create_run(
+            Path(folder), configs.compose("stripes", [], FAMILIES), origin=Origin.collect(code=Path(folder))
+        )
         return {path.name: path.read_text() for path in run.iterdir()}
 
 
@@ -403,7 +405,7 @@ def test_whatever_the_umask_only_the_owner_can_change_what_a_submission_runs(pla
         (place / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")
         (place / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{place / 'bin'}:{os.environ['PATH']}")
-    run = create_run(place / "runs", configs.compose("stripes", [], FAMILIES), code=place)
+    run = create_run(place / "runs", configs.compose("stripes", [], FAMILIES), origin=Origin.collect(code=place))
     (place / "cluster.yaml").write_text(CLUSTER % "x")
     families = shutil.copytree(FAMILIES, place / "checkout")
     subprocess.run(["chmod", "-R", "a+rwX", families], check=True)
@@ -436,7 +438,7 @@ def test_whatever_the_umask_only_the_owner_can_change_what_training_writes(tmp_p
 def test_a_group_may_write_what_is_not_executed(place, capsys):
     mine = grp.getgrgid(os.getegid())
     config = configs.compose("stripes", [], FAMILIES)
-    run = create_run(place / "runs", config, name="shared", code=place, group=mine.gr_name)
+    run = create_run(place / "runs", config, name="shared", origin=Origin.collect(code=place), group=mine.gr_name)
     submit_by_hand(run)
     (run / "code").chmod(0o755)
     modes = {path.name: f"{path.stat().st_mode & 0o7777:o}" for path in [run.parent, run, *run.iterdir()]}
@@ -451,7 +453,7 @@ def test_a_group_may_write_what_is_not_executed(place, capsys):
 def test_a_group_that_does_not_exist_is_one_sentence_and_no_run(place):
     config = configs.compose("stripes", [], FAMILIES)
     with pytest.raises(UserError, match=r"cannot be given to group 'no-such'.* id -Gn\. Correct `group`"):
-        create_run(place / "runs", config, code=place, group="no-such")
+        create_run(place / "runs", config, origin=Origin.collect(code=place), group="no-such")
     assert not (place / "runs").exists()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.training import FAMILIES, train
 from trainyard.config import compose as configs
 from trainyard.data.prepare import prepare_data
-from trainyard.runs.create import create_run
+from trainyard.runs.create import Origin, create_run
 from trainyard.runs.sweep_file import FILE, FOLDER, Element, Sweep, encode_sweep
 
 KEPT = Path(__file__).parent / "format_1"
@@ -34,7 +34,7 @@ def write_stored(folder: Path) -> None:
         (packed,) = Path("data").glob("stripes-*/index.h5")
         packed.parent.rename(PACKED)
         config.data.path, config.data.synthetic = str(PACKED), 0
-        run = create_run(Path("runs"), config, name=RUN.name, code=Path("/"))
+        run = create_run(Path("runs"), config, name=RUN.name, origin=Origin.collect(code=Path("/")))
         assert run == RUN and train(run) == 0
         sweep = Sweep(Path("runs", FOLDER, "rates"), "stripes", {"optimizer.lr": ["0.1"]}, ("swa=true",), [])
         sweep.elements.append(Element(0, ("optimizer.lr=0.1",), RUN))

@@ -27,6 +27,13 @@ class DiskFull(UserError):
     """
 
 
+class DiskError(UserError):
+    """A disk, or the network to it, failed: no fault of the code. The same command works once that is repaired.
+
+    Raised, with an exit code and a cause of its own, where `DiskFull` is.
+    """
+
+
 class Hung(Exception):
     """A rank makes no progress, or its process is stopped. Recorded, never raised: the rank cannot raise anything."""
 

@@ -3,7 +3,9 @@
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -13,16 +15,19 @@ import shutil
 import stat
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from trainyard.errors import DiskFull, FormatError, UserError
+from trainyard.errors import DiskError, DiskFull, FormatError, UserError
 from trainyard.text import format_size, quote_path
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Error numbers of a write that failed because the disk or quota is full or the file system is read-only."""
+
+DISK_FAILED = (errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENXIO, errno.EUCLEAN)
+"""Error numbers of a disk, or of a network file system, that does not work."""
 
 PACKED_DATA, CHECKPOINT, RUN, SWEEP, EVALUATION = "packed data", "checkpoint", "run folder", "sweep", "evaluation"
 FORMATS = {PACKED_DATA: 1, CHECKPOINT: 1, RUN: 1, SWEEP: 1, EVALUATION: 1}
@@ -37,6 +42,7 @@ _INSTEAD = {
 """What to do without a file of another format."""
 
 _PARTIAL = ".partial"
+_BLOCK = 1 << 20
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = True, inside: bool = False) -> None:
@@ -157,6 +163,7 @@ def remove_partials(folder: Path) -> None:
 def create_folder(path: Path) -> Iterator[Path]:
     """Yield a new empty folder, which becomes `path` when the block ends, and is deleted if it raises.
 
+    What is in it is on disk before it has its name, and the name when this returns: a power cut leaves all or nothing.
     What a killed process left is never in the way, whatever its process id: in a container all have the same.
 
     Args:
@@ -167,7 +174,11 @@ def create_folder(path: Path) -> Iterator[Path]:
     try:
         with name_full_disk(path):
             yield partial
+            for folder, _, names in os.walk(partial, topdown=False):
+                for name in [*names, ""]:
+                    fsync_path(Path(folder, name))
         partial.replace(path)
+        fsync_path(path.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -179,6 +190,12 @@ def remove_partial_folders(path: Path) -> None:
     for partial in path.parent.iterdir():
         if partial.is_dir() and leftover.fullmatch(partial.name):
             shutil.rmtree(partial, ignore_errors=True)  # it is in nobody's way: its name is never used again
+
+
+def remove_partial_files(path: Path) -> None:
+    """Remove what killed writes of the file `path` left. Call it only when nobody writes it: a write would fail."""
+    for partial in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
+        partial.unlink(missing_ok=True)
 
 
 def copy_folder(source: Path, into: Path, *, leave_out: Callable[[str], bool]) -> None:
@@ -278,19 +295,26 @@ _PAGE_BYTES = 4096  # a failed write leaves less
 
 @contextlib.contextmanager
 def report_full_disk(folder: Path) -> Iterator[None]:
-    """Turn every error in the block that comes from a full or read-only disk into one `DiskFull`.
+    """Turn every error in the block that comes from a full, read-only or failing disk into one sentence.
 
     For the places where commands and attempts end; everything below raises plain OSErrors, or UserErrors from them.
 
     Args:
         folder: where the block writes, for an error that does not name its file.
+
+    Raises:
+        DiskFull: it is full or read-only.
+        DiskError: it failed.
     """
     before, threading.excepthook = threading.excepthook, _print_thread_error
     try:
         yield
-    except DiskFull:
+    except (DiskFull, DiskError):
         raise
     except Exception as error:
+        broken = _find_failed(error, DISK_FAILED)
+        if broken is not None and broken.filename is not None:  # else of a terminal or a pipe
+            raise DiskError(_describe_failed_disk(broken)) from error
         failed = _find_full_disk(error)
         if failed is None:
             raise
@@ -308,13 +332,27 @@ def _print_thread_error(error: threading.ExceptHookArgs) -> None:
 
 def _find_full_disk(error: BaseException | None) -> OSError | None:
     """Return the failed write that an exception comes from, if the disk was the reason."""
+    return _find_failed(error, DISK_FULL)
+
+
+def _find_failed(error: BaseException | None, numbers: Sequence[int]) -> OSError | None:
+    """Return the error of a file that an exception comes from, if it is one of these numbers."""
     seen: list[BaseException] = []  # libraries raise errors again, and then two may name each other
     while error is not None and not any(error is one for one in seen):
-        if isinstance(error, OSError) and error.errno in DISK_FULL:
+        if isinstance(error, OSError) and error.errno in numbers:
             return error
         seen.append(error)
         error = error.__cause__ or error.__context__
     return None
+
+
+def _describe_failed_disk(error: OSError) -> str:
+    name = errno.errorcode.get(error.errno or 0, "")
+    return (
+        f"{os.fsdecode(error.filename)}: {error.strerror} ({name}): the disk, or the network to it, failed, and not "
+        "the code. What the system says: dmesg, journalctl -k. Then start the same command again: it continues where "
+        "this one stopped."
+    )
 
 
 def _describe_full_disk(error: OSError, folder: Path) -> str:
@@ -386,7 +424,8 @@ def read_file(path: Path, *, most_bytes: int) -> bytes:
         OSError: it cannot be read, or is larger than `most_bytes`.
     """
     with open_file(path) as file:
-        data = file.read(most_bytes + 1)
+        blocks = iter(lambda: file.read(_BLOCK), b"")  # one read of `most_bytes` would take as much memory
+        data = b"".join(itertools.islice(blocks, most_bytes // _BLOCK + 2))
     if len(data) > most_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {most_bytes} bytes, the most that is expected", str(path))
     return data

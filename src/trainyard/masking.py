@@ -99,8 +99,12 @@ def mask_diff(diff: bytes) -> tuple[bytes, list[Finding]]:
 
 
 def find_secrets(folder: Path) -> Iterator[Finding]:
-    """Yield files and lines of a folder that are certainly secret, by shape or file name; hidden ones are skipped."""
-    for path in sorted(folder.rglob("*")):
+    """Yield files and lines of a folder that are certainly secret, by shape or file name; hidden ones are skipped.
+
+    Args:
+        folder: or a single file.
+    """
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
         names = path.relative_to(folder).parts
         if not path.is_file() or any(name.startswith(".") or name == "__pycache__" for name in names):
             continue

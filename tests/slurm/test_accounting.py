@@ -51,3 +51,7 @@ def test_a_crash_a_requeue_a_cancel_and_a_lost_node_are_reported_correctly(lab_a
     assert trainyard("why", cancelled) == 0
     output = capsys.readouterr().out
     assert "cancelled" in output and f"trainyard resume {cancelled}" in output
+    assert trainyard("status", "--used", crashed, cancelled, lost) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["RUN", "JOB", "FOR", "CORES"] and len(rows) == 4
+    assert all(" 4 GiB " in row and "%" in row for row in rows[:3])

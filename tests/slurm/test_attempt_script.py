@@ -161,6 +161,15 @@ def test_only_crashes_and_time_limits_without_progress_end_a_run(ends: str, caus
     assert [action == "stop" for _, action in found] == stops
 
 
+def test_the_sites_command_runs_once_when_a_run_has_ended_and_changes_nothing(host: Host):
+    told = host.fake / "told"
+    host.environ["TRAINYARD_ON_END"] = f'echo "$TRAINYARD_CAUSE in $TRAINYARD_RUN: $TRAINYARD_REASON" >>{told}; false'
+    assert [host.attempt(how) for how in ("saved", "crash", "crash")][-1] == ("no_progress", "stop")
+    (line,) = told.read_text().splitlines()
+    assert line.startswith(f"no_progress in {host.run}: two crashes")
+    assert "on_end of the cluster file: exit code 1" in (host.scripts / "7_0_log.err").read_text()
+
+
 def test_a_slurm_that_does_not_answer_is_asked_until_it_requeues(host: Host):
     host.set(refusals=f"{AWAY}\n" * 3)
     assert host.attempt("crash") == ("crash", "requeue")

@@ -3,10 +3,12 @@
 import itertools
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ import yaml
 from tests.slurm.cluster_runs import LAB_FILE, kill_rank, read_last_step, read_lines, read_slurm_job_id, trainyard, wait
 from tests.slurm.conftest import Lab
 from tests.training import FAMILIES
-from trainyard.config.compose import compose, thaw
+from trainyard.config.compose import compose, find_differences, thaw
 from trainyard.data.prepare import prepare_data
 from trainyard.errors import UserError
 from trainyard.launch.sweep import choose_array_size
@@ -23,6 +25,7 @@ from trainyard.report import sweep_page as results
 from trainyard.report.sweep_page import estimate_mean
 from trainyard.runs import folder as runs
 from trainyard.runs import sweep_file
+from trainyard.runs.folder import read_env
 from trainyard.runs.state import ACTIVE
 from trainyard.runs.status import read_statuses
 
@@ -144,6 +147,34 @@ def test_a_sweep_larger_than_an_array_becomes_several_one_after_the_other(
     for before, array in itertools.pairwise(arrays):
         assert f"afterany:{before}_*" in lab.run("squeue", "-h", "-j", array, "-o", "%E")
     lab.run("scancel", *arrays)
+
+
+@pytest.mark.usefixtures("on_the_lab")
+def test_a_sweep_that_was_killed_while_its_runs_were_created_is_continued(
+    lab: Lab, tmp_path: Path, packed_stripes: str, capsys: pytest.CaptureFixture[str]
+):
+    root, cluster = tmp_path / "runs", tmp_path / "held.yaml"
+    cluster.write_text(yaml.safe_dump({**yaml.safe_load(LAB_FILE.read_text()), "sbatch": {"hold": True}}))
+    where = ["--jobs", FAMILIES, "--runs", root, "--cluster", cluster, "--no-plan"]
+    words = ["sweep", "stripes", "--sweep", "seed=range(0,80)", f"data.path={packed_stripes}", "--hw", "2080ti"]
+    command = [sys.executable, "-m", "trainyard", *map(str, [*words, "--name", "k", *where])]
+    with subprocess.Popen(command, env=lab.environ, stdout=subprocess.DEVNULL) as process:
+        wait("the first runs", lambda: len(list(root.glob("stripes/k-*"))) > 3 or process.poll() is not None)
+        process.kill()
+    made = sweep_file.load("k", root)
+    missing = sweep_file.list_missing(made)
+    assert 0 < len(missing) < 80
+    assert trainyard("results", "k", "--runs", root) == 0
+    assert "80 new" in capsys.readouterr().out
+    assert trainyard("sweep", "--continue", "k", *where) == 0
+    assert f"{len(missing)} runs, which an interruption had left out" in capsys.readouterr().err
+    configs = [thaw(element.run / runs.CONFIG, FAMILIES) for element in made.elements]
+    assert [config.seed for config in configs] == list(range(80))
+    assert not find_differences(configs[0], replace(configs[-1], seed=0))
+    jobs = {read_slurm_job_id(element.run) for element in made.elements}
+    assert len(jobs) == 80 and len({job.partition("_")[0] for job in jobs}) == 1
+    assert len({read_env(element.run)["choices"]["families"]["value"] for element in made.elements}) == 1
+    lab.run("scancel", *{job.partition("_")[0] for job in jobs})
 
 
 def test_more_runs_than_slurm_lets_one_submit_are_refused_with_the_numbers(

@@ -27,7 +27,7 @@ from trainyard.text import find_nearest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code: 0 done, 2 user error, 74 disk full, 85-87 stopped and resumable.
+    """Run one command; return its exit code: 0 done, 2 user error, 72 disk failed, 74 full, 85-87 stopped, resumable.
 
     141, as a shell calls a process that SIGPIPE ended: whoever read the output has closed it, as `head` does.
     """
@@ -126,6 +126,7 @@ COMMANDS = (
     ("use", "evaluate predict embed compare search"),
     ("export", "export"),
     ("submission", "submit"),
+    ("shell", "shell"),
     ("plan", "plan"),
     ("sweep", "sweep results multirun"),
     ("measure", "doctor ablate"),
@@ -168,4 +169,8 @@ def _add_family_commands(verbs: Verbs) -> None:
         for path in sorted(root.glob("[!._]*/commands.py")):
             families.setdefault(path.parent.name, root)
     for family, root in families.items():
-        load_family(root, family, "commands").add(verbs)
+        try:
+            load_family(root, family, "commands").add(verbs)
+        except Exception as error:  # somebody's code: whatever is wrong with it, the other commands work
+            what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            say(f"{root / family / 'commands.py'}: its commands are left out: {what}", file=sys.stderr)

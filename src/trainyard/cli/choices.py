@@ -2,9 +2,9 @@
 
 import argparse
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trainyard.choice import Choice
 from trainyard.cluster.description import Cluster
@@ -19,9 +19,9 @@ from trainyard.plan.memory import compute_key
 from trainyard.plan.packing import PackingChoice
 from trainyard.plan.resources import Plan, RunRequest
 from trainyard.runs import folder as runs
-from trainyard.runs.families import remember_families
-from trainyard.runs.folder import CONFIG, resolve_run
-from trainyard.runs.observations import record_plan_key
+from trainyard.runs.families import describe_families
+from trainyard.runs.folder import resolve_run
+from trainyard.runs.observations import describe_plan
 
 
 def add_synthetic_option(verb: argparse.ArgumentParser) -> None:
@@ -98,49 +98,34 @@ def describe_rows(**choices: Choice[str] | None) -> dict[str, str]:
     return {name: f"{choice.value}  ({choice.reason})" for name, choice in choices.items() if choice is not None}
 
 
-def record_choices(
-    run: Path,
+def list_sections(
     data: DataChoice,
     families: Root,
     plan: Plan | None = None,
     packing: PackingChoice | None = None,
     memory: Choice[str] | None = None,
-) -> None:
-    """Record in a new run what was chosen before it was submitted; its attempts add what they choose on the node."""
-    remember_families(run, families)
-    record_plan_key(run, compute_key(make_paths_absolute((plan or data).config), families.folder))
-    choices = {"data_root": Choice(data.value, data.reason)}
+) -> dict[str, dict[str, Any]]:
+    """Return what was chosen before a run is created, as sections of its env.json; its attempts add to them."""
+    choices: dict[str, Choice[str] | None] = {
+        **describe_families(families),
+        "data_root": Choice(data.value, data.reason),
+        "predicted_memory": memory,
+        "packed_where": packing.where if packing else None,
+    }
     if plan is not None:
         choices["gpu_type"] = Choice(plan.hw, plan.why_hw)
         choices["planned_micro_batch_size"] = Choice(str(plan.split.micro_batch), plan.why_micro_batch)
-    record_rows(run, **choices, predicted_memory=memory, packed_where=packing.where if packing else None)
+    key = compute_key(make_paths_absolute((plan or data).config), families.folder)
+    return {
+        "choices": {name: choice._asdict() for name, choice in choices.items() if choice is not None},
+        **describe_plan(key),
+    }
 
 
 def record_rows(run: Path, **choices: Choice[str] | None) -> None:
     """Record in a run what a command chose; None is left out."""
     with limit_writers():
         runs.record_choices(run, {name: choice for name, choice in choices.items() if choice is not None})
-
-
-def settle_elements(
-    runs: list[Path],
-    data: DataChoice,
-    plan_run: Callable[[TrainConfig], Plan],
-    families: Root,
-    runs_dir: Path,
-    check_memory: Callable[[Plan], Choice[str] | None],
-) -> list[TrainConfig]:
-    """Plan each run of a sweep, whose values may be impossible on this GPU type, record what that chose, return it."""
-    settled = []
-    for run in runs:
-        config = configs.thaw(run / CONFIG, families.folder)
-        plan = plan_run(find_start(config, runs_dir))
-        if plan.config != config:
-            with limit_writers():
-                configs.freeze(plan.config, run / CONFIG)
-        record_choices(run, data, families, plan, memory=check_memory(plan))
-        settled.append(plan.config)
-    return settled
 
 
 def make_paths_absolute(config: TrainConfig) -> TrainConfig:

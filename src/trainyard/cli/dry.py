@@ -13,6 +13,7 @@ from trainyard.config.duration import Duration
 from trainyard.config.families import load_family
 from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import check_packed, find_raw, is_packed
+from trainyard.data.splits import find_splits
 from trainyard.launch import submit, sweep
 from trainyard.launch.batch_script import Turn
 from trainyard.launch.predecessor import Predecessor
@@ -99,7 +100,7 @@ def print_sweep(
     name, root = request.name or NEW, request.runs_dir.absolute()
     runs: dict[Path, str] = {}
     combinations = sweep.combine(request.job, varied, fixed, request.jobs_dir)[1]
-    for index, (own, config) in enumerate(combinations):
+    for index, (own, config) in enumerate(sweep.show_progress(combinations, "planning", total=len(combinations))):
         make_plan(config, plan.cluster, request.resources)
         runs[root / request.job / sweep.name_run(name, index)] = " ".join(own)
     folder = root / FOLDER / name
@@ -181,7 +182,7 @@ def _read_splits(config: TrainConfig, jobs_dir: Path) -> "tuple[Index, Mapping[s
     index = read_index(Path(config.data.path))
     check_packed(index, config)
     pack = load_family(jobs_dir, config.family, "pack")
-    return index, pack.splits(index.columns, index.vocabulary, config)
+    return index, find_splits(pack, index, config)
 
 
 def _count_steps(config: TrainConfig, index: "Index", splits: "Mapping[str, np.ndarray]") -> int:

@@ -19,7 +19,7 @@ from trainyard.errors import UserError
 from trainyard.files import require_writable, write_atomically
 from trainyard.hardware import show_own_mig_slice
 from trainyard.measure import make_header, write_new
-from trainyard.runs.create import create_run
+from trainyard.runs.create import Origin, create_run
 from trainyard.runs.folder import CONFIG, resolve_run
 from trainyard.terminal import say
 from trainyard.text import quote_path
@@ -84,7 +84,7 @@ def _doctor(args: argparse.Namespace) -> int:
             require_writable(folder, flag=flag)
     config = prepare_data(configs.compose(args.job, args.overrides, args.jobs), args.jobs)
     with TemporaryDirectory(prefix="trainyard-doctor-") as scratch:
-        run = create_run(Path(scratch), config, name="doctor", environ=os.environ)
+        run = create_run(Path(scratch), config, name="doctor", origin=Origin.collect(os.environ))
         code = _start_ranks(run, config, args)
         if code:
             return code

@@ -14,7 +14,7 @@ from trainyard.cli.choices import (
     compose_job,
     describe_choices,
     describe_rows,
-    record_choices,
+    list_sections,
     record_rows,
 )
 from trainyard.cli.plan import Target, check_memory, check_target
@@ -37,7 +37,7 @@ from trainyard.plan.packing import PackingChoice, choose_packing
 from trainyard.plan.resources import Code, Plan, ResourceRequest, RunRequest
 from trainyard.plan.screen import HOST
 from trainyard.runs import folder as runs
-from trainyard.runs.create import create_run
+from trainyard.runs.create import Origin, create_run
 from trainyard.runs.history import read_run
 from trainyard.runs.submission import read_submission
 from trainyard.terminal import say
@@ -161,9 +161,10 @@ def _submit_run(chosen: _Chosen, after: Predecessor | None) -> tuple[Path, str]:
     """Create and submit a run; return its folder and the Slurm job that trains it."""
     request, plan, packing = chosen.request, chosen.plan, chosen.packing
     root, group = request.runs_dir.absolute(), plan.cluster.group
-    run = create_run(root, plan.config, name=request.name, environ=os.environ, group=group)
+    sections = list_sections(chosen.data, request.families, plan, packing, chosen.memory)
+    origin = Origin.collect(os.environ)
+    run = create_run(root, plan.config, name=request.name, origin=origin, chosen=sections, group=group)
     try:
-        record_choices(run, chosen.data, request.families, plan, packing, chosen.memory)
         code = submit.snapshot_code(request.jobs_dir, run / "code")
         (job,) = submit.submit(plan, [run], folder=run / "slurm", code=code, packing=packing.plan, after=after)
     except BaseException:
@@ -188,9 +189,9 @@ def _submit_locally(request: RunRequest, *, cpu_ranks: int) -> int:
         run = root / request.job / (request.name or dry.NEW)
         return dry.print_run(run, data.config, request.jobs_dir, ranks=ranks, memory=memory)
     time_min = clusters.parse_minutes(request.resources.time or "30d")
-    run = create_run(root, data.config, name=request.name, environ=os.environ)
+    sections = list_sections(data, request.families, memory=memory)
+    run = create_run(root, data.config, name=request.name, origin=Origin.collect(os.environ), chosen=sections)
     try:
-        record_choices(run, data, request.families, memory=memory)
         code = submit.snapshot_code(request.jobs_dir, run / "code")
         job = submit.submit_locally(run, ranks=ranks, gpus=min(ranks, len(gpus)), time_min=time_min, code=code)
     except BaseException:

@@ -2,21 +2,23 @@
 
 import argparse
 import getpass
-import math
 import os
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trainyard.cli import dry
 from trainyard.cli.choices import (
     add_synthetic_option,
     compose_job,
     describe_choices,
+    find_start,
+    list_sections,
     record_rows,
-    settle_elements,
 )
 from trainyard.cli.plan import check_memory
 from trainyard.cli.request import (
@@ -29,19 +31,21 @@ from trainyard.cli.request import (
     require_trust,
 )
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb
+from trainyard.cluster.description import Cluster
 from trainyard.cluster.options import keep_options, read_options
 from trainyard.config import compose as configs
 from trainyard.errors import UserError
 from trainyard.launch import submit
 from trainyard.launch import sweep as sweeps
-from trainyard.plan.choose_data import require_data
+from trainyard.plan.choose_data import DataChoice, require_data
 from trainyard.plan.make_plan import make_plan
 from trainyard.plan.packing import PackingChoice, choose_shared_packing
-from trainyard.plan.resources import Code, Plan, ResourceRequest
+from trainyard.plan.resources import Code, Plan, ResourceRequest, RunRequest
 from trainyard.runs import folder as runs
 from trainyard.runs import lock, status, sweep_file
-from trainyard.runs.create import create_run
+from trainyard.runs.create import Origin, create_run
 from trainyard.runs.history import read_run
+from trainyard.runs.state import State
 from trainyard.runs.submission import read_submission
 from trainyard.terminal import say
 
@@ -73,6 +77,7 @@ def _run_sweep(args: argparse.Namespace) -> int:
         return _continue_sweep(args)
     if not args.job or not args.sweep:
         raise UserError('Name a job and what varies: trainyard sweep JOB --sweep "optimizer.lr=1e-4,3e-4 seed=0,1,2"')
+    runs.check_name(args.name, of="sweep")
     cluster = find_cluster(args.cluster, job=args.job, dry=args.dry)
     request = read_request(args)
     data = compose_job(request, cluster)
@@ -82,32 +87,24 @@ def _run_sweep(args: argparse.Namespace) -> int:
         return dry.print_sweep(plan, data, request, fixed=fixed, varied=args.sweep, parallel=args.max_parallel)
     count = require_data(data, jobs_dir=args.jobs, typed=args.typed)
     check_against_slurm(plan)
-    most = _choose_array_size(plan, math.prod(map(len, sweeps.expand(args.sweep).values())))
+    axes, combinations = sweeps.combine(args.job, args.sweep, fixed, args.jobs)
+    most = _choose_array_size(plan, len(combinations))
+    settled = _settle(combinations, plan, data, request, varies_micro_batch="micro_batch_size" in axes)
+    packing = choose_shared_packing(plan, [run.config for run in settled], args.jobs)
+    if packing.plan is not None:
+        _choose_array_size(plan, len(settled), packs=True)
     sweep = sweeps.create(
         args.job,
-        args.sweep,
+        axes,
         fixed,
-        jobs_dir=args.jobs,
+        settled,
         root=args.runs.absolute(),
         name=args.name,
         environ=os.environ,
+        request=_encode_request(plan),
         group=cluster.group,
     )
     try:
-        resources = replace(request.resources, hw=plan.hw)
-        settled = settle_elements(
-            [element.run for element in sweep.elements],
-            data,
-            lambda config: replace(make_plan(config, cluster, resources), why_hw=plan.why_hw),
-            request.families,
-            args.runs,
-            lambda plan: check_memory(
-                plan, request, allow_smaller_batch="micro_batch_size=" not in " ".join(args.sweep)
-            ),
-        )
-        packing = choose_shared_packing(plan, settled, args.jobs)
-        if packing.plan is not None:
-            _choose_array_size(plan, len(sweep.elements), packs=True)
         code = submit.snapshot_code(args.jobs, sweep.folder / "code")
         jobs = _submit_elements(sweep, sweep.elements, plan, packing, code, args.max_parallel, most)
     except BaseException:
@@ -118,18 +115,49 @@ def _run_sweep(args: argparse.Namespace) -> int:
     return 0
 
 
+def _settle(
+    combinations: Sequence[sweeps.Combination],
+    plan: Plan,
+    data: DataChoice,
+    request: RunRequest,
+    *,
+    varies_micro_batch: bool,
+) -> list[sweeps.NewRun]:
+    """Plan each run, whose values may be impossible on this GPU type."""
+    resources, settled = replace(request.resources, hw=plan.hw), []
+    for own, config in sweeps.show_progress(combinations, "planning", total=len(combinations)):
+        each = make_plan(find_start(config, request.runs_dir), plan.cluster, resources)
+        each = replace(each, why_hw=plan.why_hw)
+        memory = check_memory(each, request, allow_smaller_batch=not varies_micro_batch)
+        settled.append(sweeps.NewRun(own, each.config, list_sections(data, request.families, each, memory=memory)))
+    return settled
+
+
+def _encode_request(plan: Plan) -> dict[str, Any]:
+    return {"gpus": plan.gpus, "hw": plan.hw, "nodes": plan.nodes, "time_min": plan.time_min, "options": plan.stated}
+
+
 def _continue_sweep(args: argparse.Namespace) -> int:
     sweep = sweep_file.load(args.again, args.runs.absolute())
-    require_trust([sweep.folder, *(e.run for e in sweep.elements)], args)
+    missing = sweep_file.list_missing(sweep)
+    present = [element.run for element in sweep.elements if element not in missing]
+    if not present:
+        raise UserError(
+            f"{sweep.folder}: none of its runs was created. Remove it, and type the command that made it again."
+        )
+    require_trust([sweep.folder, *present], args)
     states = _read_states(sweep)
     unfinished = sweep_file.list_unfinished(sweep, states)
     if not unfinished:
         say(f"Nothing is missing: {_count_states(states.values())}.\nnext  trainyard results {sweep.name}")
         return 0
-    submission = read_submission(unfinished[0].run)
+    submitted = next((run for run in present if (run / runs.SUBMISSION).is_file()), None)
+    if submitted is None and not sweep.request:  # an older version had not written down what it requested
+        raise UserError(f"{sweep.folder}: was never submitted. Remove it and its runs, and type the sweep again.")
+    submission = read_submission(submitted) if submitted else {"cluster_file": "", **sweep.request}
     cluster = find_cluster(args.cluster or submission["cluster_file"], job=sweep.job, dry=args.dry)
     same_hw = not args.hw or args.hw == submission["hw"]
-    request = ResourceRequest(
+    resources = ResourceRequest(
         gpus=submission["gpus"],
         hw=args.hw or submission["hw"],
         nodes=args.nodes,
@@ -137,10 +165,16 @@ def _continue_sweep(args: argparse.Namespace) -> int:
         options=keep_options(submission.get("options", {}), same_nodes=same_hw, stated=read_options(vars(args))),
         keeps_micro_batch=True,
     )
-    recall_families(unfinished[0].run, args)
-    settled = [configs.thaw(element.run / runs.CONFIG, args.jobs) for element in unfinished]
-    plan = make_plan(settled[0], cluster, request)
-    code = Code(Path(submission["code"]), Path(submission["jobs"]))
+    recall_families(present[0], args)
+    if missing and not args.dry:
+        _create_missing(sweep, missing, cluster, resources, args)
+    there = [e.run for e in unfinished if (e.run / runs.CONFIG).is_file()] or present[:1]
+    settled = [configs.thaw(run / runs.CONFIG, args.jobs) for run in there]
+    plan = make_plan(settled[0], cluster, resources)
+    folder = sweep.folder / "code"
+    code = Code(Path(submission["code"]), Path(submission["jobs"])) if submitted else dry.name_code(args.jobs, folder)
+    if not code.folder.exists() and not args.dry:
+        code = submit.snapshot_code(args.jobs, folder)
     packing = choose_shared_packing(plan, settled, args.jobs, code=code)
     if args.dry:
         return dry.print_submission(
@@ -163,6 +197,25 @@ def _continue_sweep(args: argparse.Namespace) -> int:
     return 0
 
 
+def _create_missing(
+    sweep: sweep_file.Sweep,
+    missing: Sequence[sweep_file.Element],
+    cluster: Cluster,
+    resources: ResourceRequest,
+    args: argparse.Namespace,
+) -> None:
+    """Create the runs that are not there because creating the sweep was interrupted."""
+    args.job, args.overrides = sweep.job, list(sweep.fixed)
+    request = replace(read_request(args), resources=replace(resources, keeps_micro_batch=False))
+    data = compose_job(request, cluster)
+    plan = make_plan(data.config, cluster, request.resources)
+    own = [element.overrides for element in missing]
+    found = map(sweeps.Combination, own, configs.compose_each(sweep.job, sweep.fixed, own, args.jobs))
+    settled = _settle(list(found), plan, data, request, varies_micro_batch="micro_batch_size" in sweep.axes)
+    sweeps.create_runs(missing, settled, environ=os.environ, group=cluster.group)
+    say(f"{len(missing)} runs, which an interruption had left out, were created now.", file=sys.stderr)
+
+
 def _choose_array_size(plan: Plan, count: int, *, packs: bool = False) -> int:
     account, qos = plan.options.get("account", ""), plan.options.get("qos", "")
     return sweeps.choose_array_size(count, packs=packs, user=getpass.getuser(), account=account, qos=qos)
@@ -182,7 +235,8 @@ def _submit_elements(
         check_against_slurm(packing.plan)
         place = sweeps.name_packing_run(sweep.folder, sweep.job)
         config, group = packing.plan.config, packing.plan.cluster.group
-        packing_run = create_run(sweep.folder, config, name=place.name, environ=os.environ, group=group)
+        origin = Origin.collect(os.environ)
+        packing_run = create_run(sweep.folder, config, name=place.name, origin=origin, group=group)
     for run in found:
         record_rows(run, packed_where=packing.where)
     try:
@@ -211,7 +265,10 @@ def _print_sweep(sweep: sweep_file.Sweep, submitted: Sequence[sweep_file.Element
 
 
 def _read_states(sweep: sweep_file.Sweep) -> dict[Path, str]:
-    return {known.run: known.state for known in status.read_statuses([e.run for e in sweep.elements])[0]}
+    """Return the state of each run; one that was not created is new."""
+    missing = [element.run for element in sweep_file.list_missing(sweep)]
+    present = [element.run for element in sweep.elements if element.run not in missing]
+    return dict.fromkeys(missing, str(State.NEW)) | {s.run: s.state for s in status.read_statuses(present)[0]}
 
 
 def _count_states(states: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from loguru import logger
 
 from trainyard.cli import dry, submission
-from trainyard.cli.choices import add_synthetic_option, find_start, record_choices
+from trainyard.cli.choices import add_synthetic_option, find_start, list_sections
 from trainyard.cli.extension import LENGTH, Extension, plan_extension, record_extension
 from trainyard.cli.request import add_plan_option, add_resource_args, recall_families, refuse_if_busy, require_trust
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb
@@ -25,7 +25,7 @@ from trainyard.hardware import choose_sync_batchnorm, show_own_mig_slice
 from trainyard.plan.choose_data import DataChoice, choose_data, refuse_no_data
 from trainyard.runs import changes
 from trainyard.runs import folder as runs
-from trainyard.runs.create import create_run
+from trainyard.runs.create import Origin, create_run
 from trainyard.runs.history import read_run
 from trainyard.runs.lock import RunLock, release
 from trainyard.runs.state import Cause, ExitCode
@@ -95,8 +95,8 @@ def _run(args: argparse.Namespace) -> int:
             changes.refuse_changes(run)
             _apply_changes(run, configs.thaw(run / runs.CONFIG, args.jobs), config)
     else:
-        run = create_run(args.runs, config, name=args.name, environ=os.environ)
-        record_choices(run, data, Root(args.jobs, args.why_jobs))
+        sections = list_sections(data, Root(args.jobs, args.why_jobs))
+        run = create_run(args.runs, config, name=args.name, origin=Origin.collect(os.environ), chosen=sections)
         try:
             return _train(run, args, count)
         finally:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trainyard.cli.verb import Verbs, add_verb
+from trainyard.cluster.query import query_usage
+from trainyard.errors import UserError
 from trainyard.launch import cancel
 from trainyard.runs import folder as runs
 from trainyard.runs import logs, status, sweep_file
@@ -20,6 +22,7 @@ def add_commands(verbs: Verbs) -> None:
     """Add the commands."""
     verb = add_verb(verbs, "status", _print_status, "list runs that wait, run or ended recently")
     verb.add_argument("run", nargs="*", help="runs, jobs or sweeps; default: the 20 newest runs")
+    verb.add_argument("--used", action="store_true", help="what they requested of Slurm, and what they used of it")
     verb = add_verb(verbs, "runs", _list_runs, "list all runs")
     verb.add_argument("job", nargs="?", help="only runs of this job")
     verb.set_defaults(composes=False)  # its runs may be of families that are nowhere here
@@ -36,6 +39,12 @@ def add_commands(verbs: Verbs) -> None:
 
 def _print_status(args: argparse.Namespace) -> int:
     found = _resolve_names(args.run, args.runs) if args.run else runs.list_newest_runs(args.runs, 20)
+    if args.used:
+        known = [s for s in status.read_statuses(found)[0] if s.slurm_job_id]
+        if not known:
+            raise UserError("None of these runs is in Slurm, which counts what a job uses.")
+        say(status.render_usage(known, query_usage(s.slurm_job_id for s in known)))
+        return 0
     return _print_runs(found, args.runs, status.render_table if len(found) <= 20 else status.render_overview)
 
 

@@ -78,6 +78,7 @@ class Attempts:
     crash: int = 2
     hung: int = 5
     disk_full: int = 30
+    disk_error: int = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,7 @@ class Cluster:
     variables: list[str] = field(default_factory=list)  # names; of the shell that submits, besides variables.py's
     setup: list[str] = field(default_factory=list)
     node_setup: list[str] = field(default_factory=list)
+    on_end: str = ""
     python: str = ""
     container: Container = field(default_factory=Container)
     scratch: str = ""
@@ -478,6 +480,8 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "image": _check_image,
     "data": _check_roots,
     "scratch": _check_scratch,
-    **dict.fromkeys(("preempted", "time_limit", "node_failure", "crash", "hung", "disk_full"), _require_at_least(0)),
+    **dict.fromkeys(
+        ("preempted", "time_limit", "node_failure", "crash", "hung", "disk_full", "disk_error"), _require_at_least(0)
+    ),
 }
 """The check of a value that has the right type, by the last part of its key."""

@@ -36,6 +36,18 @@ class SlurmJob:
 
 
 @dataclass(frozen=True)
+class JobUsage:
+    """What a job requested, and what Slurm counted that it used: of its newest start alone."""
+
+    id: str
+    elapsed_s: int
+    cores: int
+    busy_s: float  # of all cores together
+    memory_gib: float | None  # requested, of each node; None: unknown
+    largest_gib: float | None  # the most that one of its processes' tasks held; None: it still runs, or nobody counted
+
+
+@dataclass(frozen=True)
 class NodeKind:
     """Identical nodes of one partition."""
 
@@ -240,6 +252,40 @@ def _query_sacct(ids: Iterable[str]) -> Iterator[SlurmJob]:
     for id, state, nodes, reason in _query_table(command, columns=4, timeout_s=_DATABASE_TIMEOUT_S):
         nodes = "" if nodes == "None assigned" else nodes
         yield SlurmJob(id, state.split()[0], reason, nodes, None, "sacct")  # "CANCELLED by 1000"
+
+
+def query_usage(ids: Iterable[str]) -> dict[str, JobUsage]:
+    """Return what jobs used, by id; those that accounting does not know are left out.
+
+    Raises:
+        SlurmError: there is no accounting, or its database does not answer.
+    """
+    command = ["sacct", "--parsable2", "--noconvert", f"--jobs={','.join(sorted(ids))}"]
+    command.append("--format=JobID,ElapsedRaw,AllocCPUS,TotalCPU,ReqMem,MaxRSS")
+    steps: dict[str, list[list[str]]] = {}
+    for id, *cells in _query_table(command, columns=6, timeout_s=_DATABASE_TIMEOUT_S):
+        steps.setdefault(id.partition(".")[0], []).append(cells)
+    found = {}
+    for id, ((elapsed, cores, busy, requested, _), *parts) in steps.items():
+        held = [size for *_, text in parts if (size := _parse_gib(text))]
+        largest = max(held, default=None)
+        found[id] = JobUsage(id, int(elapsed), int(cores), _parse_cpu_s(busy), _parse_gib(requested), largest)
+    return found
+
+
+def _parse_cpu_s(text: str) -> float:
+    """Parse "1-02:03:04", "02:03:04" or "03:04.056" as seconds."""
+    days, _, rest = text.rpartition("-")
+    seconds = 0.0
+    for part in rest.split(":"):
+        seconds = 60 * seconds + float(part)
+    return seconds + 86400 * int(days or 0)
+
+
+def _parse_gib(text: str) -> float | None:
+    """Parse "64G", "1234K", "65536M" or bytes as GiB; None if it says nothing."""
+    match = re.fullmatch(r"([\d.]+)([KMGT]?)[nc]?", text)
+    return float(match[1]) * 1024.0 ** (" KMGT".index(match[2] or " ") - 3) if match and float(match[1]) else None
 
 
 # Partitions

@@ -4,7 +4,7 @@ Says in one sentence what is wrong with a preset or an override. Loads no torch,
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from operator import attrgetter
@@ -70,13 +70,27 @@ def compose(job: str, overrides: Sequence[str], jobs_dir: Path) -> TrainConfig:
             preset that does not compose.
         UserError: `jobs_dir` or the family's `config.py` is invalid.
     """
+    return next(compose_each(job, overrides, [()], jobs_dir))
+
+
+def compose_each(
+    job: str, overrides: Sequence[str], variants: Iterable[Sequence[str]], jobs_dir: Path
+) -> Iterator[TrainConfig]:
+    """Yield what `compose` returns with the overrides of each variant after the others; reads the preset once.
+
+    Args:
+        variants: each sets the same options.
+    """
     preset = find_preset(job, jobs_dir)
     family = preset.parent.name
     config_type = load_family(jobs_dir, family, "config").Config
     tree = _compose_tree(preset, config_type)
     tree.job, tree.family = job, family
-    _override_tree(tree, overrides)
-    return _convert_tree(tree, f"job {job}")
+    declared = dict(_walk_declarations(tree))
+    _override_tree(tree, overrides, declared)
+    for own in variants:
+        _override_tree(tree, own, declared)
+        yield _convert_tree(tree, f"job {job}", declared)
 
 
 def apply_overrides(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
@@ -86,8 +100,9 @@ def apply_overrides(config: TrainConfig, overrides: Sequence[str]) -> TrainConfi
         ConfigError: as for `compose`.
     """
     tree = OmegaConf.structured(config)
-    _override_tree(tree, overrides)
-    return _convert_tree(tree, f"job {config.job}")
+    declared = dict(_walk_declarations(tree))
+    _override_tree(tree, overrides, declared)
+    return _convert_tree(tree, f"job {config.job}", declared)
 
 
 def list_options(config: Any, group: str = "", mutable: bool = False) -> Iterator[Option]:
@@ -143,7 +158,8 @@ def thaw(path: Path, jobs_dir: Path) -> TrainConfig:
     if not re.fullmatch(r"[A-Za-z]\w*", family, re.ASCII):
         raise ConfigError(f"{path}: '{family[:40]}' is not the name of a family. The file was changed.")
     config_type = load_family(jobs_dir, family, "config").Config
-    return _convert_tree(_merge_frozen(path, frozen, config_type), str(path))
+    tree = _merge_frozen(path, frozen, config_type)
+    return _convert_tree(tree, str(path), dict(_walk_declarations(tree)))
 
 
 # Presets
@@ -248,15 +264,12 @@ def _describe_preset_error(preset: Path, error: Exception, schema: DictConfig) -
 # Overrides
 
 
-def _override_tree(tree: DictConfig, overrides: Sequence[str]) -> None:
+def _override_tree(tree: DictConfig, overrides: Sequence[str], declared: "Mapping[str, _Declaration]") -> None:
     """Set the options of a typed tree that were typed, such as `optimizer.lr=1e-4`.
 
     Raises:
         ConfigError: an unknown option, a value of the wrong type, or a malformed override.
     """
-    if not overrides:
-        return
-    declared = dict(_walk_declarations(tree))
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals or not re.fullmatch(r"[\w.]+", name):
@@ -387,14 +400,14 @@ def _list_group(group: str, known: list[str]) -> list[str]:
 # From OmegaConf to dataclasses
 
 
-def _convert_tree(tree: DictConfig, where: str) -> TrainConfig:
+def _convert_tree(tree: DictConfig, where: str, declarations: "Mapping[str, _Declaration]") -> TrainConfig:
     """Return the checked values of a typed tree; `where` begins the message of an error.
 
     Raises:
         ConfigError: as for `resolve`, and a value that is out of range.
     """
     config = resolve(tree, where)
-    for name, declared in _walk_declarations(tree):
+    for name, declared in declarations.items():
         value = attrgetter(name)(config)
         if not declared.accepts(value):
             raise ConfigError(f"{where}: {name}={value}: expected {declared.describe()}.")

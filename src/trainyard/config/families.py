@@ -122,7 +122,7 @@ def load_family(jobs_dir: Path, family: str, part: str) -> ModuleType:
 
     Raises:
         UserError: the file is missing or does not define what this part must define, or Python cannot name `jobs_dir`,
-            or the family imports its own modules by a name that another folder has.
+            or the family imports its own modules by a name that another folder has, or a file is not Python.
     """
     file = jobs_dir / family / f"{part}.py"
     name, expected = _PARTS[part]
@@ -131,6 +131,8 @@ def load_family(jobs_dir: Path, family: str, part: str) -> ModuleType:
     package = import_root(jobs_dir)
     try:
         module = importlib.import_module(f"{package}.{family}.{part}")
+    except SyntaxError as error:
+        raise UserError(f"{error.filename}, line {error.lineno}: not Python: {error.msg}.") from None
     except ModuleNotFoundError as error:
         if package == jobs_dir.resolve().name or (error.name or "").partition(".")[0] != jobs_dir.resolve().name:
             raise

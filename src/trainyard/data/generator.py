@@ -1,7 +1,8 @@
-"""Says what makes a family's synthetic samples: a digest of the source of its `synthesize`."""
+"""Says which code makes a family's synthetic samples, and which one packs: digests of its source."""
 
 import ast
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -12,15 +13,47 @@ def hash_generator(family: Path) -> str:
         family: folder with `pack.py`, which defines `synthesize` or imports it. Files are read, not imported.
     """
     pack = family / "pack.py"
-    files: set[Path] = set()
-    pending = _list_imports(pack, name="synthesize") or [pack]
-    while pending:
-        file = pending.pop()
-        if file not in files:
-            files.add(file)
-            pending += _list_imports(file)
+    files = _follow_imports(_list_imports(pack, name="synthesize") or [pack])
     sources = [(str(file.relative_to(family)), file.read_bytes()) for file in sorted(files)]
     return hashlib.sha256(repr(sources).encode()).hexdigest()[:8]
+
+
+def hash_packing(family: Path) -> str:
+    """Return a digest of `pack.py` and of all it imports relatively from its family, without docstrings.
+
+    Left out are what makes synthetic samples, whose folder has a digest of its own, and `config.py`, whose options
+    packed data name.
+    """
+    pack = family / "pack.py"
+    files = {pack, *_follow_imports(set(_list_imports(pack)) - set(_list_imports(pack, name="synthesize")))}
+    sources = [
+        (str(file.relative_to(family)), _drop_docstrings(file.read_text(encoding="utf-8")))
+        for file in sorted(files)
+        if file != family / "config.py"
+    ]
+    return hashlib.sha256(repr(sources).encode()).hexdigest()[:12]
+
+
+def _drop_docstrings(source: str) -> list[str]:
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
+            doc = node.body[0]
+            lines[doc.lineno - 1 : doc.end_lineno] = [""] * ((doc.end_lineno or doc.lineno) - doc.lineno + 1)
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def _follow_imports(pending: Iterable[Path]) -> set[Path]:
+    """Return these files, and those that they import relatively, and so on."""
+    files: set[Path] = set()
+    waiting = list(pending)
+    while waiting:
+        file = waiting.pop()
+        if file not in files:
+            files.add(file)
+            waiting += _list_imports(file)
+    return files
 
 
 def _list_imports(file: Path, *, name: str = "") -> list[Path]:

@@ -17,8 +17,9 @@ from loguru import logger
 from trainyard.config.compose import compose, find_differences
 from trainyard.config.families import load_family
 from trainyard.config.settings import JPEG, KEEP, StoreSettings, TrainConfig
-from trainyard.data.generator import hash_generator
+from trainyard.data.generator import hash_generator, hash_packing
 from trainyard.data.raw import describe_unread, list_once, recall_listing, remember_listing
+from trainyard.data.splits import find_splits
 from trainyard.errors import UserError
 from trainyard.files import (
     FlockRefused,
@@ -102,11 +103,11 @@ def pack_raw(
             tqdm(total=listing.samples, unit="sample", desc=f"packing {raw.name}", disable=None, leave=False) as bar,
         ):
             if out is None:  # before packing, so that gc knows also of a half-packed folder that it can be packed again
-                remember_listing(_name_remembered(config, raw), listed, folder.name, raw=raw)
+                remember_listing(_name_remembered(config, raw, jobs_dir), listed, folder.name, raw=raw)
             data = pack(
                 family.samples(raw, config),
                 folder,
-                meta=build_meta(config),
+                meta=_describe_packing(config, jobs_dir),
                 workers=workers or count_cores(),
                 listing=listing,
                 skip_bad=config.data.on_error == "skip",
@@ -122,8 +123,9 @@ def pack_raw(
                     loss = measure_loss(family.samples(raw, config), data, config.image)
                     logger.info("{}: {}", folder, loss.describe())
     skipped = f", {data.skipped} unreadable left out" if data.skipped else ""
-    logger.info("packed {}: {} samples in {} shards{}", folder, data.count, len(data.shards), skipped)
-    for warning in describe_copies(data, lambda: family.splits(data.columns, data.vocabulary, config)):
+    done = "packed" if written else "reused, as packed before from the same files by the same code:"
+    logger.info("{} {}: {} samples in {} shards{}", done, folder, data.count, len(data.shards), skipped)
+    for warning in describe_copies(data, lambda: find_splits(family, data, config)):
         logger.warning("{}: {}", folder, warning)
     if written and IMAGE in data.records and isinstance(getattr(config, "packing", None), StoreSettings):
         from trainyard.data.reading_rate import describe_reading
@@ -218,7 +220,7 @@ def find_packed(config: TrainConfig, jobs_dir: Path) -> Path | None:
     raw = Path(config.data.path) if config.data.path else _name_synthetic(config, jobs_dir)
     if not raw.is_dir():
         return None
-    known = recall_listing(_name_remembered(config, raw))
+    known = recall_listing(_name_remembered(config, raw, jobs_dir))
     if known is None:
         folder = _list_raw(config, raw, jobs_dir)[1]
     else:
@@ -433,14 +435,19 @@ def _list_raw(config: TrainConfig, raw: Path, jobs_dir: Path, seen: "_Seen | Non
     from trainyard.data.pack import read_listing
 
     samples = load_family(jobs_dir, config.family, "pack").samples(raw, config)
-    listing = read_listing(samples if seen is None else seen.watch(samples), build_meta(config))
+    listing = read_listing(samples if seen is None else seen.watch(samples), _describe_packing(config, jobs_dir))
     return listing, Path(config.data.cache) / f"{config.family}-{listing.digest[:12]}"
 
 
-def _name_remembered(config: TrainConfig, raw: Path) -> Path:
+def _name_remembered(config: TrainConfig, raw: Path, jobs_dir: Path) -> Path:
     """Return where it is written down what the raw files of a folder are packed to."""
-    key = json.dumps([str(raw.absolute()), build_meta(config)], sort_keys=True)
+    key = json.dumps([str(raw.absolute()), _describe_packing(config, jobs_dir)], sort_keys=True)
     return Path(config.data.cache) / f".{config.family}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.listing"
+
+
+def _describe_packing(config: TrainConfig, jobs_dir: Path) -> dict[str, Any]:
+    """Return what decides about packed data besides the raw files, with the family's code that packs."""
+    return {**build_meta(config), "code": hash_packing(jobs_dir / config.family)}
 
 
 def _name_synthetic(config: TrainConfig, jobs_dir: Path) -> Path:

@@ -9,6 +9,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from trainyard.data.shards import KEY, Audio, Loaded, Ragged, Sample
 from trainyard.data.store import InputStore, JpegStore, Store, find_region, scale_region
 from trainyard.errors import UserError
 from trainyard.files import DISK_FULL, FORMATS, PACKED_DATA, open_atomically
+from trainyard.text import join_names
 
 _ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 _JPEG_END = b"\xff\xd9"
@@ -201,9 +203,12 @@ def write_shard(task: ShardTask, *, on_sample: Callable[[], object]) -> WrittenS
     rows: list[_Row] = []
     blobs: dict[str, _JoinedBlobs] = {}
     bad: list[tuple[str, str]] = []
+    first: Loaded = {}
     for sample in task.samples:
         try:
             loaded = sample.load() if task.artifacts is None else sample.load(task.artifacts)
+            _check_loaded(sample, loaded, first)
+            first = first or loaded
             measured = _measure({**sample.columns, **loaded, KEY: sample.key}, task.store)
         except Exception as error:
             if isinstance(error, UserError | MemoryError) or getattr(error, "errno", None) in DISK_FULL:
@@ -215,6 +220,32 @@ def write_shard(task: ShardTask, *, on_sample: Callable[[], object]) -> WrittenS
     if bad and not task.skip_bad:
         return WrittenShard(task.path, "", len(rows), bad)
     return WrittenShard(task.path, _write_file(task.path, rows), len(rows), bad)
+
+
+def _check_loaded(sample: Sample, loaded: Any, first: Loaded) -> None:
+    """Raise a UserError about the family's code unless `load` returned what can be packed, as for the first sample."""
+    load = sample.load
+    while isinstance(load, partial):
+        load = load.func
+    code = getattr(load, "__code__", None)
+    where = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
+    where += f"{getattr(load, '__name__', 'load')} of sample '{sample.key}'"
+    if not isinstance(loaded, dict):
+        raise UserError(f"{where} returned {type(loaded).__name__}; expected a dict of records and columns by name.")
+    if first and list(loaded) != list(first):
+        raise UserError(f"{where} returned {join_names(list(loaded))}, and of the first {join_names(list(first))}.")
+    for name, value in loaded.items():
+        if not isinstance(value, bytes | np.ndarray | Ragged | Audio | int | float | str | np.generic):
+            raise UserError(
+                f"{where}: '{name}' is {type(value).__name__}; expected an image's bytes, a NumPy array, Ragged, "
+                "Audio, a number or text."
+            )
+        other = first.get(name)
+        if isinstance(value, np.ndarray) and isinstance(other, np.ndarray) and value.shape != other.shape:
+            raise UserError(
+                f"{where}: '{name}' has the shape {value.shape}, and of the first {other.shape}. Wrap arrays that vary "
+                "in their first axis: Ragged(array)"
+            )
 
 
 def _describe_error(error: Exception) -> str:

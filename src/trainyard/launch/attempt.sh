@@ -9,6 +9,7 @@
 #         TRAINYARD_RUN (folder), TRAINYARD_LIMITS ("crash=2 time_limit=100 ..."), TRAINYARD_SIGNAL_S, SLURM_*
 #         TRAINYARD_REQUEUE_S (how long to ask a Slurm that does not answer)
 #         TRAINYARD_TASK ("packing" if the ranks only pack data; else not set)
+#         TRAINYARD_ON_END (what to run when the run has ended and does not start again; may be empty)
 #         slurm/left-<attempt> (the exit code the ranks agreed on), slurm/signal-<attempt> (the first signal they got),
 #         slurm/progress-<attempt> (exists if they packed or staged data), slurm/started-<attempt> (exists if the site's
 #         lines came to their end), slurm/cancelled
@@ -60,6 +61,8 @@ ty_end() { # SRUN_EXIT_CODE
     [ "$(ty_read_state)" = RUNNING ] || exit "$code"
     if [ "$code" -eq "$TY_DISK_FULL" ]; then
         ty_restart "$code" disk_full "no room for what the run writes"
+    elif [ "$code" -eq "$TY_DISK_ERROR" ]; then
+        ty_restart "$code" disk_error "$(ty_describe_exit "$code")"
     elif [ "$code" -eq "$TY_HUNG" ]; then
         ty_restart "$code" hung "$(ty_make_plain "$(cat "$TRAINYARD_RUN/ranks/$TRAINYARD_ATTEMPT-hung.txt")")"
     elif [ "$code" -eq "$TY_DEVICE_OOM" ]; then
@@ -297,7 +300,14 @@ ty_make_plain() { # TEXT: one line that JSON can quote
 
 ty_stop() { # ATTEMPT CODE CAUSE REASON
     ty_write_end "$1" "$2" "$3" stop "$4"
+    [ -z "${TRAINYARD_ON_END-}" ] || ty_tell "$3" "$4"
     exit "$2"
+}
+
+ty_tell() { # CAUSE REASON: run the site's command; whatever it does, this end stays what it is
+    [ "$1" != done ] || [ -z "${TRAINYARD_TASK-}" ] || return 0 # its training follows
+    TRAINYARD_CAUSE=$1 TRAINYARD_REASON=$2 timeout 60 bash -c "$TRAINYARD_ON_END" \
+        || echo "trainyard: on_end of the cluster file: exit code $?" >&2
 }
 
 ty_write_end() { # ATTEMPT CODE CAUSE ACTION REASON

@@ -58,6 +58,7 @@ def build_parameters(
             f"export TRAINYARD_LIMITS={shlex.quote(_format_limits(cluster))} TRAINYARD_SIGNAL_S={plan.signal_s}",
             f"export TRAINYARD_REQUEUE_S={cluster.requeue_wait_s}",
             *(["export TRAINYARD_TASK=packing"] if turn.only_packs else []),
+            *([f"TRAINYARD_ON_END={shlex.quote(cluster.on_end)}"] if cluster.on_end else []),
             f"{source} begin",
             "(  # the site's lines and the ranks: whatever shell options, traps or exit they contain, `end` is reached",
             *_render_setup(plan, code),
@@ -78,7 +79,7 @@ def _build_request(plan: Plan, turn: Turn) -> dict[str, Any]:
         "nodes": plan.nodes,
         "ntasks_per_node": plan.ranks_per_node,
         "cpus_per_task": kind.cores_per_gpu,
-        **_request_gpus(plan),
+        **request_gpus(plan),
         **{name: value for name, value in options.items() if name != "reservation"},  # submitit does not know it
         "wckey": cluster.wckey or None,
         **({"dependency": turn.dependency} if turn.dependency else {}),
@@ -91,7 +92,7 @@ def _build_request(plan: Plan, turn: Turn) -> dict[str, Any]:
             **turn.end_if_impossible,
         },
         # The ranks need what this script exports, also where the site or the cluster file has sbatch export nothing.
-        "srun_args": ["--export=ALL", "--kill-on-bad-exit=1", *_build_pyxis_args(plan), *cluster.srun_args],
+        "srun_args": ["--export=ALL", "--kill-on-bad-exit=1", *build_pyxis_args(plan), *cluster.srun_args],
     }
 
 
@@ -109,8 +110,8 @@ def _render_setup(plan: Plan, code: Code) -> list[str]:
     ]
 
 
-def _request_gpus(plan: Plan) -> dict[str, str]:
-    """Return the option of sbatch that requests the GPUs of each node."""
+def request_gpus(plan: Plan) -> dict[str, str]:
+    """Return the option of sbatch, with an underscore, that requests the GPUs of each node."""
     gres, count = plan.kind.gres, plan.ranks_per_node
     if not gres:
         return {}
@@ -160,19 +161,22 @@ def build_rank_command(python: str, folder: Path) -> str:
 
 def build_python_command(plan: Plan) -> str:
     """Return the command that runs Python on a node, quoted."""
+    container = build_container_command(plan)
+    return shlex.join([*container, plan.cluster.python or ("python" if container else sys.executable)])
+
+
+def build_container_command(plan: Plan) -> list[str]:
+    """Return the words before a command that run it in the container; none without one, or where srun does that."""
     cluster = plan.cluster
-    python = shlex.quote(cluster.python or sys.executable)
     if cluster.container.kind != "apptainer":
-        return python
+        return []
     nvidia = ["--nv"] if plan.kind.gres else []
     binds = [word for folder in _list_mounts(cluster) for word in ("--bind", folder)]
-    python = cluster.python or "python"
-    return shlex.join(
-        ["apptainer", "exec", *nvidia, *binds, *cluster.container.options, name_container_image(plan), python]
-    )
+    return ["apptainer", "exec", *nvidia, *binds, *cluster.container.options, name_container_image(plan)]
 
 
-def _build_pyxis_args(plan: Plan) -> list[str]:
+def build_pyxis_args(plan: Plan) -> list[str]:
+    """Return the arguments with which srun's plugin starts the container."""
     container = plan.cluster.container
     if container.kind != "pyxis":
         return []

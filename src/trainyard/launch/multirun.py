@@ -19,7 +19,7 @@ from trainyard.config.families import find_jobs, load_family
 from trainyard.config.settings import TrainConfig
 from trainyard.files import limit_writers
 from trainyard.runs import folder as runs
-from trainyard.runs.create import create_run
+from trainyard.runs.create import Origin, create_run
 from trainyard.text import quote_path
 
 _WAIT_FOR_RUN_S = 120  # how long other ranks wait for rank 0, which may start later than they do
@@ -101,7 +101,7 @@ def _train(config: TrainConfig, jobs_dir: Path, runs_dir: Path) -> None:
     if not read_world(environ).is_main:
         _wait_for_run(run)
     elif not (run / runs.CONFIG).is_file():
-        create_run(runs_dir, config, name=run.name, environ=environ)
+        create_run(runs_dir, config, name=run.name, origin=Origin.collect(environ))
     code = execute(run, jobs_dir, environ=environ, started=started)
     if code:
         resume = f"trainyard resume {quote_path(run)}"

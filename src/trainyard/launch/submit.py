@@ -4,10 +4,12 @@ submitit writes the script, pickles `rank_task.RankTask` and calls sbatch; a cop
 script, decides how an attempt ended. Loads no torch: submitting takes a fraction of a second.
 """
 
+import ast
 import contextlib
 import os
 import re
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,12 +17,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from loguru import logger
+
 from trainyard.cluster import query as slurm
 from trainyard.cluster.description import Cluster, format_minutes
 from trainyard.cluster.variables import describe_passed, drop_launchers, replace_environment, select_for_ranks
 from trainyard.environment import name_chosen_gpus
 from trainyard.errors import UserError
-from trainyard.files import copy_folder, limit_writers, make_folder_inside, write_atomically, write_json
+from trainyard.files import copy_folder, limit_writers, make_folder_inside, name_partial, write_atomically, write_json
 from trainyard.hardware import get_gpu
 from trainyard.launch.batch_script import (
     AT_ONCE,
@@ -37,6 +41,7 @@ from trainyard.node.rank_task import RankTask
 from trainyard.plan.resources import Code, Plan
 from trainyard.runs.folder import SUBMISSION, read_env, write_env
 from trainyard.runs.state import render_exit_codes
+from trainyard.text import join_names
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CODE_LIMIT_MIB = 64
@@ -91,31 +96,71 @@ def describe(plan: Plan, run: Path | None, *, environ: Mapping[str, str], **note
 
 @limit_writers()
 def snapshot_code(jobs_dir: Path, into: Path) -> Code:
-    """Copy Trainyard's own code and the families to a new folder `into`.
+    """Copy Trainyard's own code, the families, and what these import from next to their folder to a new folder `into`.
 
     Raises:
-        UserError: the families' folder holds data, which is more than 64 MiB, or a file or a line that is a secret.
+        UserError: that holds data, which is more than 64 MiB, or a file or a line of the families that is a secret.
     """
-    sizes = {path: path.stat().st_size for path in jobs_dir.rglob("*") if path.is_file()}
+    imported = find_imported_packages(jobs_dir)
+    files = (path for place in (jobs_dir, *imported) for path in (place.rglob("*") if place.is_dir() else [place]))
+    sizes = {path: path.stat().st_size for path in files if path.is_file()}
     if sum(sizes.values()) > _CODE_LIMIT_MIB << 20:
         largest = max(sizes, key=lambda path: sizes[path])
         raise UserError(
-            f"{jobs_dir}: {sum(sizes.values()) >> 20} MiB, but each submission copies this folder, so it should hold "
-            f"only code: at most {_CODE_LIMIT_MIB} MiB. Largest: {largest}. Move data out of it."
+            f"{join_names([str(place) for place in (jobs_dir, *imported)])}: {sum(sizes.values()) >> 20} MiB, but each "
+            f"submission copies this, so it should hold only code: at most {_CODE_LIMIT_MIB} MiB. Largest: {largest}. "
+            "Move data out of it."
         )
-    if secret := next(find_secrets(jobs_dir), None):
+    if secret := next((found for place in (jobs_dir, *imported) for found in find_secrets(place)), None):
         raise UserError(
             f"{secret.place.removesuffix(':0')}: is or contains {secret.kind}, and each submission copies {jobs_dir} "
             "into its run folder. Keep secrets elsewhere, in a file that only you can read, and have `setup` in the "
             "cluster file export them: setup: [source ~/.secrets]. The code then reads os.environ."
         )
-    into.mkdir()
+    partial = name_partial(into)
+    partial.mkdir()
     # With its bytecode, which Python compares with the sources: each rank of a first start would compile them again.
     # Without the families that a wheel has in it: those in use follow.
-    copy_folder(_PACKAGE, into / _PACKAGE.name, leave_out=lambda name: name.startswith(".") or name == "jobs")
-    copied = into / jobs_dir.resolve().name
-    copy_folder(jobs_dir, copied, leave_out=lambda name: name.startswith(".") or name.endswith(("__pycache__", ".pyc")))
-    return Code(into, copied)
+    copy_folder(_PACKAGE, partial / _PACKAGE.name, leave_out=lambda name: name.startswith(".") or name == "jobs")
+    for place in (jobs_dir.resolve(), *imported):
+        if place.is_dir():
+            copy_folder(place, partial / place.name, leave_out=_is_left_out)
+        else:
+            shutil.copy2(place, partial / place.name)
+    partial.rename(into)
+    if imported:
+        logger.info("copied with the families, which import it: {}", join_names([place.name for place in imported]))
+    return Code(into, into / jobs_dir.resolve().name)
+
+
+def _is_left_out(name: str) -> bool:
+    return name.startswith(".") or name.endswith(("__pycache__", ".pyc"))
+
+
+def find_imported_packages(jobs_dir: Path) -> list[Path]:
+    """Return the packages and modules next to the families' folder that the families import, or those do."""
+    families = jobs_dir.resolve()
+    found: dict[Path, None] = {}
+    waiting = [path for path in families.rglob("*.py") if not path.name.startswith(("test_", "conftest"))]
+    while waiting:
+        for name in _list_imported(waiting.pop()) - {families.name, _PACKAGE.name}:
+            folder, module = families.parent / name, families.parent / f"{name}.py"
+            place = folder if folder.is_dir() else module if module.is_file() else None
+            if place is not None and place not in found:
+                found[place] = None
+                waiting += place.rglob("*.py") if place.is_dir() else [place]
+    return sorted(found)
+
+
+def _list_imported(path: Path) -> set[str]:
+    """Return the first part of each absolute import of a file; of one that cannot be read, none: a rank says that."""
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (SyntaxError, ValueError):
+        return set()
+    whole = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    parts = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {name.partition(".")[0] for name in (*whole, *parts)}
 
 
 def render_attempt_script() -> str:

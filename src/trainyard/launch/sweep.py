@@ -8,17 +8,18 @@ import itertools
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from trainyard.cluster import query as slurm
-from trainyard.config.compose import compose
+from trainyard.config.compose import compose_each
 from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
 from trainyard.files import create_common_folder, limit_writers, write_atomically
-from trainyard.runs.create import create_run
+from trainyard.runs.create import Origin, create_run
 from trainyard.runs.folder import check_name, find_free_name
 from trainyard.runs.sweep_file import FILE, FOLDER, Element, Sweep, encode_sweep
 
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Override
 
-MAX_ELEMENTS = 1000
-"""More are rather a mistake than intended: creating the run folders alone would take minutes."""
+T = TypeVar("T")
+
+MAX_ELEMENTS = 10_000
+"""More are rather a mistake than intended."""
 
 
 def expand(words: Sequence[str]) -> dict[str, list[str]]:
@@ -76,12 +79,21 @@ def combine(
     """
     axes = expand(sweep_words)
     _refuse_fixed(axes, overrides)
-    combinations = []
-    for values in itertools.product(*axes.values()):
-        own = tuple(f"{option}={value}" for option, value in zip(axes, values, strict=True))
-        combinations.append(Combination(own, compose(job, [*overrides, *own], jobs_dir)))
+    own = [
+        tuple(f"{option}={value}" for option, value in zip(axes, values, strict=True))
+        for values in itertools.product(*axes.values())
+    ]
+    configs = show_progress(compose_each(job, overrides, own, jobs_dir), "reading", total=len(own))
+    combinations = [Combination(*pair) for pair in zip(own, configs, strict=True)]
     _refuse_equal(combinations)
     return axes, combinations
+
+
+def show_progress(items: Iterable[T], doing: str, *, total: int) -> Iterator[T]:
+    """Yield the items, one for each run, with a bar on a terminal."""
+    from tqdm import tqdm
+
+    yield from tqdm(items, total=total, unit="run", desc=doing, disable=None, leave=False)
 
 
 def name_run(sweep: str, index: int) -> str:
@@ -94,51 +106,78 @@ def name_packing_run(folder: Path, job: str) -> Path:
     return find_free_name(folder / job / "packing")
 
 
+class NewRun(NamedTuple):
+    """One run of a sweep, as it will be created."""
+
+    overrides: tuple[str, ...]  # its own, one per axis
+    config: TrainConfig  # as planned
+    chosen: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # as for `create_run`
+
+
 def create(
     job: str,
-    sweep_words: Sequence[str],
-    overrides: Sequence[str],
+    axes: dict[str, list[str]],
+    fixed: Sequence[str],
+    new: Sequence[NewRun],
     *,
-    jobs_dir: Path,
     root: Path,
     name: str | None,
     environ: Mapping[str, str],
+    request: Mapping[str, Any] = MappingProxyType({}),
     group: str = "",
 ) -> Sweep:
-    """Create the runs of a sweep and the file that names them: all of them, or nothing.
+    """Create a sweep: the file that names its runs, and then these. After an error there is nothing of it.
 
-    Every combination is composed and checked before anything is written. Takes about 0.1 s per run.
+    If it is killed meanwhile, `create_runs` goes on.
 
     Args:
-        sweep_words: what varies, as `expand` reads it.
-        overrides: options that all runs share.
+        axes: as of `combine`.
+        fixed: options that all runs share.
         root: folder of all runs.
         name: name of the sweep; None: job and time. Run names are this name followed by their index.
         environ: environment variables; a run records a few known ones.
+        request: what was requested of Slurm for each run.
         group: as for `create_run`.
 
     Raises:
-        UserError: the job does not accept a word or a combination, or the name is taken.
+        UserError: the name is taken, by a sweep or a run.
     """
-    axes, combinations = combine(job, sweep_words, overrides, jobs_dir)
+    check_name(name, of="sweep")
     create_common_folder(root, group=group)
     create_common_folder(root / FOLDER, group=group)
     with limit_writers():
         folder = _claim_folder(root / FOLDER, name, default=f"{job}-{datetime.now():%Y%m%d-%H%M%S}")
-    elements: list[Element] = []
-    try:
-        for index, (own, config) in enumerate(combinations):
-            run = create_run(root, config, name=name_run(folder.name, index), environ=environ, group=group)
-            elements.append(Element(index, own, run))
-        sweep = Sweep(folder, job, axes, tuple(overrides), elements)
-        with limit_writers():
+        places = [root / job / name_run(folder.name, index) for index in range(len(new))]
+        elements = [Element(i, run.overrides, place) for i, (run, place) in enumerate(zip(new, places, strict=True))]
+        sweep = Sweep(folder, job, axes, tuple(fixed), elements, dict(request))
+        try:
+            if taken := next((place for place in places if place.exists()), None):
+                raise UserError(f"{taken}: there is a run of this name. Choose another name for the sweep.")
             write_atomically(folder / FILE, encode_sweep(sweep, root))
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
+    try:
+        create_runs(elements, new, environ=environ, group=group)
     except BaseException:
-        for element in elements:
-            shutil.rmtree(element.run)
         shutil.rmtree(folder)
         raise
     return sweep
+
+
+def create_runs(
+    elements: Sequence[Element], new: Sequence[NewRun], *, environ: Mapping[str, str], group: str = ""
+) -> None:
+    """Create the runs of some elements of a sweep; after an error there is none of them."""
+    origin, made = Origin.collect(environ), []
+    try:
+        for element, run in show_progress(zip(elements, new, strict=True), "creating", total=len(new)):
+            root, name = element.run.parents[1], element.run.name
+            made.append(create_run(root, run.config, name=name, origin=origin, chosen=run.chosen, group=group))
+    except BaseException:
+        for created in made:
+            shutil.rmtree(created)
+        raise
 
 
 def choose_array_size(count: int, *, packs: bool = False, user: str, account: str, qos: str) -> int:
@@ -272,7 +311,6 @@ def _refuse_equal(combinations: Sequence[Combination]) -> None:
 
 def _claim_folder(sweeps: Path, name: str | None, *, default: str) -> Path:
     """Create the folder of a new sweep, atomically: two sweeps never get the same one."""
-    check_name(name, of="sweep")
     for number in itertools.count(1):
         folder = sweeps / (name or (default if number == 1 else f"{default}-{number}"))
         try:

@@ -63,9 +63,11 @@ def build_context(
     environ: Mapping[str, str],
 ) -> "RunContext":
     """Choose everything that depends on this machine and on the data, and record each choice with its reason."""
+    import numpy as np
     import torch
 
     from trainyard.data.shards import ShardSet
+    from trainyard.data.splits import find_splits
     from trainyard.train import distributed
     from trainyard.train.module import DataInfo
     from trainyard.train.run_context import RunContext
@@ -77,7 +79,10 @@ def build_context(
     data = ShardSet(staged.folder)
     choices["stage"] = Choice(str(data.folder) if staged.copied else "off", staged.reason)
     choices["reader"] = Choice(data.reader, data.reader_reason)
-    splits = load_family(jobs_dir, config.family, "pack").splits(data.columns, data.vocabulary, config)
+    pack = load_family(jobs_dir, config.family, "pack")
+    splits = find_splits(pack, data, config)
+    if repeated := len(splits["train"]) - len(np.unique(splits["train"])):
+        logger.info("oversampling: {} of {} training ids are repeated ones", repeated, len(splits["train"]))
     if policy.compile:
         choices["compile_cache"] = _set_compile_cache(environ, device)
     if world.is_main:

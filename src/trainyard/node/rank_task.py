@@ -21,7 +21,7 @@ from trainyard.config.compose import freeze, thaw
 from trainyard.config.duration import Duration
 from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import StopRequested, is_packed, prepare_data, restore_source, verify_packed
-from trainyard.errors import DiskFull, OutOfDeviceMemory, UserError
+from trainyard.errors import DiskError, DiskFull, OutOfDeviceMemory, UserError
 from trainyard.files import AppendedFile, limit_writers, report_full_disk, write_atomically
 from trainyard.hardware import (
     set_openmp_wait_policy,
@@ -155,7 +155,7 @@ def execute(
                 full = error if isinstance(error, OutOfDeviceMemory) else None
                 starts_again = full is not None and full.next_micro_batch_size and world.world_size == 1
                 # A full disk may leave no room for these two either; then the exit code and the message have to do.
-                with suppress(OSError) if isinstance(error, DiskFull) else nullcontext():
+                with suppress(OSError) if isinstance(error, DiskFull | DiskError) else nullcontext():
                     if isinstance(error, UserError) and not starts_again:
                         notes.write_exit_code(choose_exit_code(error))
                     record_error(run, error, attempt=attempt, rank=world.rank)

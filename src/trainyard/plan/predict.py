@@ -21,6 +21,7 @@ from trainyard.config.settings import StoreSettings, TrainConfig
 from trainyard.data.loader import Loader
 from trainyard.data.prepare import is_packed, prepare_data
 from trainyard.data.shards import ShardSet
+from trainyard.data.splits import find_splits
 from trainyard.errors import UserError
 from trainyard.hardware import Precision, get_gpu
 from trainyard.plan.memory import StepConfig, StepPrediction, choose_fit, find_cache, open_cache
@@ -48,7 +49,7 @@ class Predictor:
         self.config, self.jobs_dir = config, jobs_dir
         self.data = ShardSet(Path(config.data.path))
         pack = load_family(jobs_dir, config.family, "pack")
-        self.train_ids = pack.splits(self.data.columns, self.data.vocabulary, config)[TRAIN]
+        self.train_ids = find_splits(pack, self.data, config)[TRAIN]
         self._modules: dict[bool, TrainModule] = {}  # by whether activations are recomputed
         loader = Loader(config, self.data, device=torch.device("cpu"), decode="cpu")
         self._template = read_template(loader, self.train_ids)

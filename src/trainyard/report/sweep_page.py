@@ -29,6 +29,7 @@ from trainyard.runs.events import (
     read_thinned_metrics,
     select_metrics,
 )
+from trainyard.runs.folder import CONFIG
 from trainyard.runs.goodput import compute_shares, label_seconds
 from trainyard.runs.state import ACTIVE, State
 from trainyard.runs.sweep_file import Element, Sweep
@@ -208,6 +209,8 @@ def write(results: Results) -> Path:
 
 
 def _read_outcome(element: Element, state: str) -> Outcome:
+    if not (element.run / CONFIG).is_file():  # creating the sweep was interrupted
+        return Outcome(element, state, None, {}, 0.0, 0.0, {})
     events = read_events(element.run)
     lines, _ = read_thinned_metrics(element.run, most=2)  # of the training, only how long it took
     for change in find_changes(element.run):

@@ -4,8 +4,10 @@ import errno
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from loguru import logger
 
@@ -18,13 +20,33 @@ from trainyard.runs.folder import CONFIG, DIFF, check_name, write_env
 from trainyard.text import join_names, quote_path
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What the results of new runs depend on besides their options: the same for runs that are created together."""
+
+    checkout: Mapping[str, Any]  # as `find_checkout` describes it
+    diff: bytes  # of the checkout against its commit
+    environment: Mapping[str, Any]  # as `collect_environment` returns it
+
+    @classmethod
+    def collect(cls, environ: Mapping[str, str] = NO_VARIABLES, code: Path = THIS_CODE) -> "Origin":
+        """Ask git and the machine.
+
+        Args:
+            environ: environment variables; only a few known ones are recorded.
+            code: any folder of the git checkout to record.
+        """
+        checkout, diff = find_checkout(code)
+        return cls(checkout, diff, collect_environment(checkout, environ))
+
+
 def create_run(
     root: Path,
     config: TrainConfig,
     *,
     name: str | None = None,
-    environ: Mapping[str, str] = NO_VARIABLES,
-    code: Path = THIS_CODE,
+    origin: Origin | None = None,
+    chosen: Mapping[str, Mapping[str, Any]] | None = None,
     group: str = "",
 ) -> Path:
     """Create the folder of a new run and return it. It is complete as soon as it is visible.
@@ -36,16 +58,16 @@ def create_run(
     Args:
         root: folder of all runs; created if missing.
         name: name of the folder; default: time and commit.
-        environ: environment variables; only a few known ones are recorded.
-        code: any folder of the git checkout to record.
+        origin: None: it is collected, without environment variables.
+        chosen: further sections of env.json: what was chosen before, with its reasons.
         group: whose members may add files to the run and delete checkpoints; "": only its owner can change it.
 
     Raises:
         UserError: `name` is not a plain file name, a run already has it, or this user is not in `group`.
     """
     check_name(name, of="run")
-    checkout, diff = find_checkout(code)
-    record = collect_environment(checkout, environ)
+    origin = origin or Origin.collect()
+    checkout, created = origin.checkout, datetime.now(UTC).isoformat(timespec="microseconds")
     for folder in (root, root / config.job):
         create_common_folder(folder, group=group)
     temporary = root / config.job / f".new-{secrets.token_hex(8)}"
@@ -53,9 +75,9 @@ def create_run(
         temporary.mkdir()
         try:
             freeze(config, temporary / CONFIG)
-            write_env(temporary, record)
-            if diff:
-                _write_diff(temporary / DIFF, diff, masked=checkout.get("masked", []))
+            write_env(temporary, {**origin.environment, "created": created, **(chosen or {})})
+            if origin.diff:
+                _write_diff(temporary / DIFF, origin.diff, masked=checkout.get("masked", []))
             if group:
                 (temporary / "checkpoints").mkdir()
                 share_folder(temporary / "checkpoints", group, sticky=False)

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 from loguru import logger
 
+from trainyard.choice import Choice
 from trainyard.config.families import Root, find_own_families, list_roots
 from trainyard.config.frozen import read_frozen
 from trainyard.errors import UserError
-from trainyard.files import limit_writers
-from trainyard.runs.folder import CONFIG, read_env, update_env
+from trainyard.runs.folder import CONFIG, read_env
 
 OWN = "Trainyard's own"
 """Stands for their path, which differs between a checkout and a wheel, and between machines."""
@@ -23,13 +23,11 @@ class RecalledFamilies(NamedTuple):
     is_named: bool  # by the run alone: one would not use it without its env.json
 
 
-def remember_families(run: Path, root: Root) -> None:
-    """Record in a new run which folder of families it was started with, and why."""
+def describe_families(root: Root) -> dict[str, Choice[str]]:
+    """Return what a new run records: which folder of families it is started with, and why."""
     own = find_own_families()
     is_own = own.is_dir() and own.samefile(root.folder)
-    choice = {"value": OWN if is_own else str(root.folder.resolve()), "reason": root.reason}
-    with limit_writers():
-        update_env(run, "choices", {_CHOICE: choice})
+    return {_CHOICE: Choice(OWN if is_own else str(root.folder.resolve()), root.reason)}
 
 
 def find_families(run: Path) -> RecalledFamilies:

@@ -9,7 +9,7 @@ import re
 import socket
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from loguru import logger
 
 from trainyard.choice import Choice
 from trainyard.errors import (
+    DiskError,
     DiskFull,
     Hung,
     Killed,
@@ -158,6 +159,8 @@ def classify_error(error: BaseException) -> str:
         return Cause.NOT_FINITE
     if isinstance(error, DiskFull):
         return Cause.DISK_FULL
+    if isinstance(error, DiskError):
+        return Cause.DISK_ERROR
     if isinstance(error, UserError):
         return Cause.USER_ERROR
     if isinstance(error, KeyboardInterrupt):
@@ -206,8 +209,11 @@ def find_latest_run(root: Path, job: str) -> Path:
         others = sorted({run.parent.name for run in runs})
         have = f"There are runs of: {', '.join(others)}." if others else "There are no runs at all."
         raise UserError(f"{root}: no run of job '{job}'. {have} Start one: trainyard run {job}")
-    created, damaged = {}, []
-    for run in candidates:
+    created: dict[Path, str] = {}
+    damaged = []
+    for latest, run in _order_by_change(candidates):
+        if created and max(created.values()) > latest:
+            break
         try:
             created[run] = read_creation_time(run)
         except UserError as error:
@@ -220,9 +226,16 @@ def find_latest_run(root: Path, job: str) -> Path:
 
 
 def list_newest_runs(root: Path, count: int | None, *, job: str | None = None) -> list[Path]:
-    """Return the `count` newest runs, newest first; all runs if `count` is None."""
-    found = [run for run in list_runs(root) if job in (None, run.parent.name)]
-    return sorted(found, key=estimate_creation_time, reverse=True)[:count]
+    """Return the `count` newest runs, newest first; all runs if `count` is None.
+
+    Opens a few files more than `count`: no run is newer than its options.
+    """
+    newest: list[tuple[str, Path]] = []
+    for latest, run in _order_by_change(run for run in list_runs(root) if job in (None, run.parent.name)):
+        if len(newest) == count and newest[-1][0] > latest:
+            break
+        newest = sorted([*newest, (estimate_creation_time(run), run)], reverse=True)[:count]
+    return [run for _, run in newest]
 
 
 def format_run_name(run: Path) -> str:
@@ -291,8 +304,17 @@ def read_creation_time(run: Path) -> str:
 
 
 def estimate_creation_time(run: Path) -> str:
-    """Return when the run was created, or changed last if that is damaged: to list it among the others."""
+    """Return when the run was created, or its options changed if that is damaged: to list it among the others."""
     try:
         return read_creation_time(run)
     except UserError:
-        return datetime.fromtimestamp(run.stat().st_mtime, UTC).isoformat(timespec="microseconds")
+        return _read_change_time(run / CONFIG)
+
+
+def _order_by_change(runs: Iterable[Path]) -> list[tuple[str, Path]]:
+    """Return runs with when their options were last written, the latest first; none was created after that."""
+    return sorted(((_read_change_time(run / CONFIG), run) for run in runs), reverse=True)
+
+
+def _read_change_time(path: Path) -> str:
+    return datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="microseconds")

@@ -17,10 +17,20 @@ from typing import Self
 from loguru import logger
 
 from trainyard.errors import UserError
-from trainyard.files import AppendedFile, FlockRefused, exclusive_lock, load_json, name_failed_write, open_file
+from trainyard.files import (
+    AppendedFile,
+    FlockRefused,
+    exclusive_lock,
+    load_json,
+    name_failed_write,
+    open_file,
+    remove_partial_files,
+)
 from trainyard.text import quote_path
 
 LOCK = "lock"
+_OWNERS_FILES = ("config.yaml", "env.json", "heartbeat.json")
+"""Nobody else replaces these: what is left of a write is a dead owner's."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +141,8 @@ class RunLock:
                 second.remove()
         self._owner, self._second = owner, second
         second.remove_others()
+        for name in _OWNERS_FILES:
+            remove_partial_files(self._path.with_name(name))
         return self
 
     def __exit__(

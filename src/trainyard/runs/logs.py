@@ -16,9 +16,11 @@ from trainyard.runs.history import (
     read_run,
 )
 from trainyard.runs.state import ACTIVE, State
-from trainyard.runs.status import format_headline, read_statuses
+from trainyard.runs.status import Status, format_headline, read_status, read_statuses
 
-_READ_INTERVAL_S, _QUERY_INTERVAL_S = 0.5, 5.0  # of the files; of Slurm
+_READ_INTERVAL_S, _LOOK_INTERVAL_S, _QUERY_INTERVAL_S = 0.5, 5.0, 60.0  # of the output; the state in the run; Slurm
+_FRESH_S = 30.0
+"""A run with a heartbeat this young runs, whatever Slurm would say."""
 
 Out = Callable[[str], object]
 
@@ -34,18 +36,34 @@ def follow(run: Path, out: Out) -> None:
     """Like `show`, but continue until the run ends, through all its attempts."""
     output = _Output(run)
     has_output = output.write_new_lines(out)
-    state, ended, queried = "", 0, -_QUERY_INTERVAL_S
+    state, ended, look_at, query_at = "", 0, 0.0, 0.0
     while ended < 2:  # Slurm reports a job as ended between preemption and requeue: believe only the second report
-        if time.monotonic() - queried >= _QUERY_INTERVAL_S:
-            (status,), _ = read_statuses([run])
-            queried = time.monotonic()
-            ended = 0 if status.state in ACTIVE else 2 if status.state == State.DONE else ended + 1
-            if state not in ("", status.state) or (not has_output and status.state != state):
-                out(f"-- {format_headline(status)}")
-            state = status.state
+        now = time.monotonic()
+        if now >= look_at:
+            look_at, status = now + _LOOK_INTERVAL_S, _read_clear_status(run)
+            if status is not None:
+                query_at = now
+            elif now >= query_at:
+                (status,), _ = read_statuses([run])
+                query_at = now + (_QUERY_INTERVAL_S if status.state in ACTIVE else _LOOK_INTERVAL_S)
+            if status is not None:
+                ended = 0 if status.state in ACTIVE else 2 if status.state == State.DONE else ended + 1
+                if state not in ("", status.state) or (not has_output and status.state != state):
+                    out(f"-- {format_headline(status)}")
+                state = status.state
         has_output |= output.write_new_lines(out)
         if ended < 2:
             time.sleep(_READ_INTERVAL_S)
+
+
+def _read_clear_status(run: Path) -> Status | None:
+    """Return the status of a run that is done, or has a fresh heartbeat; None of others: only Slurm knows theirs."""
+    snapshot, now = read_run(run), time.time()
+    age_s = now - float(snapshot.heartbeat.get("time", 0.0))
+    if not snapshot.is_done and age_s > _FRESH_S:
+        return None
+    status = read_status(snapshot, None, now=now, slurm_unavailable_reason="its heartbeat is fresh")
+    return status if status.state in (State.DONE, State.RUNNING) else None
 
 
 class _Output:

@@ -7,7 +7,6 @@ from typing import Any
 
 from trainyard.choice import Choice
 from trainyard.errors import UserError
-from trainyard.files import limit_writers
 from trainyard.runs.events import append_event
 from trainyard.runs.folder import read_env, update_env
 from trainyard.runs.history import RankError, read_errors
@@ -27,14 +26,13 @@ class Usage:
     disk_bytes: int  # of its checkpoints
 
 
-def record_plan_key(run: Path, key: str) -> None:
-    """Record what the predictions of this run are stored under. For the run's owner only."""
-    with limit_writers():
-        update_env(run, _PLAN, {"key": key})
+def describe_plan(key: str) -> dict[str, dict[str, str]]:
+    """Return what a new run records: what its predictions are stored under, as a section of env.json."""
+    return {_PLAN: {"key": key}}
 
 
 def read_plan_key(run: Path) -> str:
-    """Return what `record_plan_key` recorded; "" if nothing."""
+    """Return the key of `describe_plan`; "" if there is none."""
     return str(read_env(run).get(_PLAN, {}).get("key", ""))
 
 

@@ -7,7 +7,7 @@ must stay readable.
 from enum import IntEnum, StrEnum
 from typing import Self
 
-from trainyard.errors import DiskFull, OutOfDeviceMemory, UserError
+from trainyard.errors import DiskError, DiskFull, OutOfDeviceMemory, UserError
 
 
 class State(StrEnum):
@@ -46,6 +46,7 @@ class Cause(StrEnum):
     HOST_OOM = "host_oom", "out of memory on the host"
     NOT_FINITE = "not_finite", "NaN or infinite gradients"
     DISK_FULL = "disk_full", "disk full or read-only"
+    DISK_ERROR = "disk_error", "an error of the disk, or of the network to it"
     LOST_PEER = "lost_peer", "a rank was lost"
     BUG = "bug", "an error in the code"
     USER_ERROR = "user_error", "user error"
@@ -77,6 +78,7 @@ class ExitCode(IntEnum):
     USER_ERROR = 2
     DISK_FULL = 74  # or read-only; sysexits.h calls 74 an input/output error
     DEVICE_OOM = 71  # and the run continues with half the micro-batch; sysexits.h calls 71 a system error
+    DISK_ERROR = 72  # of the disk itself; sysexits.h calls 72 a missing file of the system
     HUNG = 75  # its watchdog ended it; sysexits.h calls 75 a temporary failure
     PREEMPTED = 85
     MAX_RUNTIME = 86
@@ -87,6 +89,8 @@ def choose_exit_code(error: UserError) -> ExitCode:
     """Return the exit code of a command or a rank that a `UserError` ended."""
     if isinstance(error, DiskFull):
         return ExitCode.DISK_FULL
+    if isinstance(error, DiskError):
+        return ExitCode.DISK_ERROR
     if isinstance(error, OutOfDeviceMemory) and error.next_micro_batch_size:
         return ExitCode.DEVICE_OOM
     return ExitCode.USER_ERROR

@@ -6,12 +6,12 @@ Nothing is cached: each status is read from the run folder and from Slurm. verdi
 import shlex
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainyard.cluster import query as slurm
-from trainyard.cluster.query import SlurmError, SlurmJob
+from trainyard.cluster.query import JobUsage, SlurmError, SlurmJob
 from trainyard.runs.folder import format_run_name
 from trainyard.runs.history import Attempt, RunSnapshot, parse_time, read_run
 from trainyard.runs.state import Cause, State
@@ -115,6 +115,25 @@ def render_overview(statuses: Sequence[Status], now: float) -> str:
     more = [f"and {len(left) - shown} more: trainyard runs lists all"] if shown < len(left) else []
     total = f"{len(statuses)} runs: " + ", ".join(f"{counts[state]} {state}" for state in _URGENCY if counts[state])
     return "\n".join([total, *lines, *more, f"next: {suggest_command(urgent[0])}"])
+
+
+def render_usage(statuses: Sequence[Status], usage: Mapping[str, JobUsage]) -> str:
+    """Render a line per run in Slurm: what its newest job requested, and what of it was used."""
+    head = ("RUN", "JOB", "FOR", "CORES", "BUSY", "MEMORY", "LARGEST RANK", "GPUS")
+    rows = [head]
+    for status in statuses:
+        if (used := usage.get(status.slurm_job_id)) is None:
+            continue
+        available_s = used.cores * used.elapsed_s
+        cells = (
+            f"{used.busy_s / available_s:.0%}" if available_s else "",
+            "" if used.memory_gib is None else f"{used.memory_gib:.3g} GiB",
+            "" if used.largest_gib is None else f"{used.largest_gib:.2g} GiB",
+        )
+        name, job = format_run_name(status.run), status.slurm_job_id
+        rows.append((name, job, format_duration(used.elapsed_s), str(used.cores), *cells, str(status.gpus)))
+    note = "BUSY: of the cores' time; MEMORY: requested of a node; LARGEST RANK: the most that one held, at its end"
+    return "\n".join([*align_columns(rows, width=SCREEN_WIDTH), note])
 
 
 def format_headline(status: Status) -> str:

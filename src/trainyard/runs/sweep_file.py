@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from trainyard.errors import FormatError, UserError
 from trainyard.files import FORMATS, SWEEP, check_format, load_json
+from trainyard.runs.folder import CONFIG
 from trainyard.runs.state import ACTIVE, State
 from trainyard.text import find_nearest, join_names
 
@@ -33,6 +35,7 @@ class Sweep:
     axes: dict[str, list[str]]  # values of each option as typed, in the order typed
     fixed: tuple[str, ...]  # overrides that all elements share
     elements: list[Element]  # the last axis varies fastest
+    request: Mapping[str, Any] = field(default_factory=dict)  # `resources.ResourceRequest`; {}: of an older version
 
     @property
     def name(self) -> str:
@@ -72,6 +75,11 @@ def load(text: str, root: Path) -> Sweep:
     raise UserError(f"{root / FOLDER}: no sweep is '{text}'. {hint} Make one: trainyard sweep JOB --sweep ...")
 
 
+def list_missing(sweep: Sweep) -> list[Element]:
+    """Return the elements whose run was not created: creating the sweep was interrupted."""
+    return [element for element in sweep.elements if not (element.run / CONFIG).is_file()]
+
+
 def list_unfinished(sweep: Sweep, statuses: Mapping[Path, str]) -> list[Element]:
     """Return the elements that are neither done nor active: those to submit again.
 
@@ -88,7 +96,7 @@ def encode_sweep(sweep: Sweep, root: Path) -> str:
     ]
     created = datetime.now(UTC).isoformat(timespec="seconds")
     record = {"format": FORMATS[SWEEP], "job": sweep.job, "created": created}
-    record |= {"axes": sweep.axes, "fixed": sweep.fixed, "elements": elements}
+    record |= {"axes": sweep.axes, "fixed": sweep.fixed, "request": sweep.request, "elements": elements}
     return json.dumps(record, indent=2) + "\n"
 
 
@@ -98,7 +106,8 @@ def _read_sweep(folder: Path, root: Path) -> Sweep:
         record = load_json(path, most_bytes=2**28)
         check_format(path, record["format"], kind=SWEEP)
         elements = [Element(e["index"], tuple(e["overrides"]), root / e["run"]) for e in record["elements"]]
-        return Sweep(folder, record["job"], record["axes"], tuple(record["fixed"]), elements)
+        fixed, request = tuple(record["fixed"]), record.get("request", {})
+        return Sweep(folder, record["job"], record["axes"], fixed, elements, request)
     except FormatError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

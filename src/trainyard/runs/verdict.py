@@ -395,6 +395,7 @@ _RESTARTS: dict[str, str] = {
     Cause.CRASH: "starts again after a crash",
     Cause.HUNG: "starts again after a hang",
     Cause.DEVICE_OOM: "resumes with half the micro-batch",
+    Cause.DISK_ERROR: "starts again after an error of the disk",
     Cause.DISK_FULL: "starts again, because the disk was full or read-only",
 }
 

@@ -17,7 +17,13 @@ from trainyard.runs.verdict import find_first_fault
 from trainyard.text import SCREEN_WIDTH, align_columns, format_duration
 
 _STDERR_LINES = 3
-_FAULTS = (Cause.CRASH, Cause.HUNG, Cause.DISK_FULL, Cause.DEVICE_OOM)  # after which a run may start again by itself
+_FAULTS = (
+    Cause.CRASH,
+    Cause.HUNG,
+    Cause.DISK_FULL,
+    Cause.DISK_ERROR,
+    Cause.DEVICE_OOM,
+)  # after which a run may start again by itself
 
 
 def explain_run(run: Path) -> str:
@@ -111,6 +117,8 @@ def _advise(status: Status) -> str:
             return f"start again with a lower learning rate: {restart} optimizer.lr={half_lr}"
         case Cause.DISK_FULL:
             return f"free disk space for {status.run}, then: {resume}"
+        case Cause.DISK_ERROR:
+            return f"see what the system says of the disk of {status.run} (dmesg), then: {resume}"
         case Cause.HUNG:
             return f"see where in the stacks; if that was only slow: {resume} hang_minutes=10; else: {resume}"
         case Cause.BUG:

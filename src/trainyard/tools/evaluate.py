@@ -19,6 +19,7 @@ from trainyard.config.settings import TrainConfig
 from trainyard.data.index import AUDIO, ENCODED_IMAGE, INDEX, INPUTS, PCM, RAGGED
 from trainyard.data.prepare import build_meta
 from trainyard.data.shards import Sample, ShardSet
+from trainyard.data.splits import find_splits
 from trainyard.data.store import name_store
 from trainyard.errors import UserError
 from trainyard.files import EVALUATION, FORMATS, create_folder, limit_writers, write_atomically, write_json
@@ -223,7 +224,7 @@ def _select_split(model: TrainedModel, labelled: _Labelled, split: str, folder: 
     """Return the sample ids of a split, as the family splits packed data, or as raw files name it."""
     data = labelled.data
     if labelled.is_packed:
-        splits: Mapping[str, np.ndarray] = model.pack.splits(data.columns, data.vocabulary, model.config)
+        splits: Mapping[str, np.ndarray] = find_splits(model.pack, data, model.config)
     else:
         names = np.array(data.vocabulary.get("set", []))[data.columns.get("set", np.empty(0, np.int64))]
         splits = {str(name): np.flatnonzero(names == name) for name in np.unique(names)}
@@ -246,7 +247,7 @@ def _open_training(model: TrainedModel) -> _Training:
     data = ShardSet(folder)
     if data.fingerprint != read_env(model.run).get("data", {}).get("fingerprint"):
         return _Training(None, none, f"{folder}: no longer the packed data that {model.run} was trained on")
-    splits = model.pack.splits(data.columns, data.vocabulary, model.config)
+    splits = find_splits(model.pack, data, model.config)
     return _Training(data, np.sort(splits["train"]), "")
 
 
@@ -260,8 +261,11 @@ def _count_seen(model: TrainedModel, data: ShardSet, ids: np.ndarray, training: 
             "unknown": f"{data.folder} was packed with packing.store={stored}, the training data with {trained_on}, so "
             f"their images cannot be compared: evaluate raw files with packing.store={trained_on}"
         }
-    trained = {row.tobytes() for row in _digest_records(training.data, data, training.ids)}
-    same = sum(row.tobytes() in trained for row in _digest_records(data, training.data, ids))
+    compared = _list_compared(training.data, data)
+    if not compared:
+        return {"unknown": f"{data.folder} has no record that the training data has, so nothing can be compared"}
+    trained = {row.tobytes() for row in _digest_records(training.data, compared, training.ids)}
+    same = sum(row.tobytes() in trained for row in _digest_records(data, compared, ids))
     found: dict[str, Any] = {"samples": same, "samples_of": len(ids)}
     column = model.module.identity_column
     if column in data.vocabulary and column in training.data.vocabulary:
@@ -273,16 +277,21 @@ def _count_seen(model: TrainedModel, data: ShardSet, ids: np.ndarray, training: 
     return found
 
 
-def _digest_records(data: ShardSet, other: ShardSet, ids: np.ndarray) -> np.ndarray:
-    """Return (n, 2 R) int64: size and CRC-32C of each sample's R records of encoded, audio or ragged content.
+def _list_compared(data: ShardSet, other: ShardSet) -> list[str]:
+    """Return the records that say whether two samples are the same one: images, sounds and ragged arrays.
 
-    Arrays of fixed shape are left out: features that packing computed may differ between training and other samples.
+    Arrays of fixed shape count where there are no such records: features that packing computes may differ between a
+    training sample and the same one elsewhere.
     """
     kinds = (ENCODED_IMAGE, *INPUTS, AUDIO, PCM, RAGGED)
-    names = [name for name in sorted(data.records) if data.records[name].kind in kinds and name in other.records]
+    shared = sorted(data.records.keys() & other.records.keys())
+    return [name for name in shared if data.records[name].kind in kinds] or shared
+
+
+def _digest_records(data: ShardSet, names: Sequence[str], ids: np.ndarray) -> np.ndarray:
+    """Return (n, 2 R) int64: size and CRC-32C of each sample's R records."""
     parts = [part for name in names for part in (data.records[name].size, data.records[name].crc)]
-    columns = [part[ids].astype(np.int64) for part in parts]
-    return np.ascontiguousarray(np.stack(columns, axis=1)) if columns else np.empty((0, 0), dtype=np.int64)
+    return np.ascontiguousarray(np.stack([part[ids].astype(np.int64) for part in parts], axis=1))
 
 
 # Scoring and writing

@@ -17,6 +17,7 @@ from trainyard.config.compose import thaw
 from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import is_packed
 from trainyard.data.shards import ShardSet
+from trainyard.data.splits import find_splits
 from trainyard.errors import UserError
 from trainyard.files import fsync_path, name_full_disk
 from trainyard.runs import pair_scores
@@ -157,7 +158,7 @@ def open_samples(model: TrainedModel, raw: Path | None) -> Iterator[tuple[ShardS
             f"run on {SAMPLES} samples. Name some raw files of {model.config.job}: add --samples FOLDER"
         )
     with closing(ShardSet(Path(model.config.data.path))) as data:
-        splits = model.pack.splits(data.columns, data.vocabulary, model.config)
+        splits = find_splits(model.pack, data, model.config)
         names = sorted(splits, key=lambda name: name != VALIDATION)
         ids = np.concatenate([splits[name] for name in names])[:SAMPLES]
         yield data, _require_three(ids, Path(model.config.data.path)), "the run's data"

@@ -26,7 +26,7 @@ from trainyard.train.compiled_layers import compile_layers
 from trainyard.train.precision import allow_nondeterministic_operators, set_switches
 from trainyard.train.run_context import VALIDATION
 from trainyard.train.run_state import build_state
-from trainyard.train.step import TrainState, enable_activation_checkpointing, train_step
+from trainyard.train.step import TrainState, enable_activation_checkpointing, list_groups, train_step
 from trainyard.train.step_memory import LiveStorages
 
 Batch = dict[str, Tensor]
@@ -257,10 +257,10 @@ class LoopRunner:
         if loop.compile and not compile_layers(module):
             state.model = torch.compile(module)
         if not loop.fused:
-            groups: Any = module.parameter_groups(context.config.optimizer.weight_decay)
+            groups = list_groups(module, context.config.optimizer.weight_decay)
             known = inspect.signature(type(state.optimizer)).parameters
             settings = {name: v for name, v in state.optimizer.defaults.items() if name in known} | {"fused": None}
-            state.optimizer = type(state.optimizer)([g for g in groups if g["params"]], **settings)
+            state.optimizer = type(state.optimizer)(groups, **settings)
         try:
             with allow_nondeterministic_operators():
                 yield _Step(self, loop, state)

@@ -1,6 +1,8 @@
 """Data-parallel training: the order in which ranks sum gradients, and the buffers that they share."""
 
-from collections.abc import Iterator
+import hashlib
+import inspect
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -10,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainyard.choice import Choice
+from trainyard.errors import UserError
+from trainyard.text import join_names
 from trainyard.train import distributed
 from trainyard.train.module import TrainModule
 
@@ -67,6 +71,37 @@ def share_saved_buffers(module: TrainModule) -> None:
     """
     saved: dict[str, Tensor] = module.state_dict()
     distributed.overwrite_with_rank0(saved[name] for name, _ in module.named_buffers() if name in saved)
+
+
+def hash_constant_buffers(module: nn.Module) -> dict[str, str]:
+    """Return a digest of each saved buffer that is none of BatchNorm's; {} on a single rank."""
+    if not distributed.has_ranks():
+        return {}
+    saved, statistics = module.state_dict(), list_statistics(module)
+    names = [name for name, _ in module.named_buffers() if name in saved and name not in statistics]
+    flat = {name: saved[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8) for name in names}
+    return {name: hashlib.sha256(values.numpy().tobytes()).hexdigest() for name, values in flat.items()}
+
+
+def refuse_differing_buffers(module: nn.Module, before: Mapping[str, str]) -> None:
+    """Refuse a module whose buffers a step has changed to other values on each rank. Every rank takes part.
+
+    Args:
+        before: what `hash_constant_buffers` returned before the step.
+
+    Raises:
+        UserError: names them, on every rank.
+    """
+    changed = {name: digest for name, digest in hash_constant_buffers(module).items() if digest != before[name]}
+    by_rank = distributed.gather_to_rank0(changed) or []
+    named = sorted({name for one in by_rank for name in one})
+    differing = [name for name in named if len({one.get(name) for one in by_rank}) > 1]
+    if names := distributed.broadcast_from_rank0(differing):
+        raise UserError(
+            f"{inspect.getsourcefile(type(module))}: {type(module).__name__}: a step changes the buffers "
+            f"{join_names(names)} to other values on each rank, and a checkpoint would have rank 0's alone. Compute "
+            "them from all ranks (torch.distributed.all_reduce), or do not save them: persistent=False"
+        )
 
 
 @contextmanager

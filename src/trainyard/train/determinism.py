@@ -17,6 +17,7 @@ from trainyard.runs.folder import read_env, update_env
 from trainyard.runs.history import read_object
 from trainyard.text import quote_path
 from trainyard.train import distributed, precision
+from trainyard.train.contract import check_losses
 from trainyard.train.module import TrainModule
 from trainyard.train.out_of_memory import name_phase
 
@@ -138,7 +139,8 @@ def _try_micro_batch(
         batch = {name: values.clone() for name, values in peek().batch.items()}
         tried = copy.deepcopy(module)
         with autocast(), seen:
-            loss = tried(batch)["loss"]
+            check_losses(tried, parts := tried(batch))
+            loss = parts["loss"]
         loss.backward()
 
     with name_phase("trial of the first micro-batch"):

@@ -221,6 +221,11 @@ def gather_to_rank0(value: Any) -> list[Any] | None:
     return values if is_rank0() else None
 
 
+def has_ranks() -> bool:
+    """Return whether several ranks train together."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
 def is_rank0() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 

@@ -15,6 +15,7 @@ from trainyard.data.loader import Loader
 from trainyard.errors import ALLOCATION_ERRORS, is_out_of_memory
 from trainyard.runs import pair_scores
 from trainyard.train import distributed
+from trainyard.train.contract import check_metrics, check_rows
 from trainyard.train.data_parallel import share_saved_buffers
 from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, TrainModule
 from trainyard.train.out_of_memory import EVALUATION, halve, name_phase, release_memory
@@ -79,7 +80,7 @@ def _read_batches(loader: Loader, ids: np.ndarray, batch_size: int) -> Iterator[
 
 def score_rows(module: TrainModule, rows: Rows, *, with_intervals: bool) -> dict[str, float]:
     """Return the metrics of a whole set; the ends of their intervals after them, because resampling takes long."""
-    metrics = module.score(rows)
+    metrics = check_metrics(module, module.score(rows))
     if with_intervals:
         metrics = metrics | module.compute_intervals(rows)
         if names := find_constant_outputs(module, rows):
@@ -259,10 +260,15 @@ def predict_batches(
     """
     module.eval()
     copies: deque[_RowCopy] = deque()
+    is_first = True
     with closing(loader.evaluate(ids, batch_size=batch_size)) as stream:
         for micro_batch in stream:
             with autocast():
-                copies.append(_RowCopy(module.predict(micro_batch.batch)))
+                rows = module.predict(micro_batch.batch)
+            if is_first:
+                check_rows(module, rows, len(micro_batch.batch[SAMPLE_ID]))
+                is_first = False
+            copies.append(_RowCopy(rows))
             if len(copies) > _UNFINISHED_COPIES:
                 yield copies.popleft().finish()
             progress(len(micro_batch.batch[SAMPLE_ID]))

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainyard.files import write_atomically
+from loguru import logger
+
+from trainyard.files import DISK_FULL, write_atomically
 from trainyard.runs.history import read_object
 
 HEARTBEAT_FILE = "heartbeat.json"
@@ -47,6 +49,7 @@ class Heartbeat:
         self._spent = {self.progress.phase: max(0.0, time.time() - started) if started else 0.0}
         self._counted_until = time.monotonic()
         self.input_wait_s = 0.0  # of training so far
+        self.failed_writes = 0
         self.previous = _read_previous(self._path) if self._path is not None else {}
 
     def touch(self, samples: int = 0) -> None:
@@ -69,7 +72,14 @@ class Heartbeat:
         self._last_s = time.monotonic()
         content = {"time": time.time(), "phase": phase, "step": step, "total_steps": total_steps}
         content |= {"samples_per_s": self.samples_per_s, "host": socket.gethostname(), "attempt": self.attempt}
-        write_atomically(self._path, json.dumps(content | {"spent": self.read_spent()}), durable=False)
+        try:
+            write_atomically(self._path, json.dumps(content | {"spent": self.read_spent()}), durable=False)
+        except OSError as error:  # worthless after a crash, so a glitch of a network file system must not be one
+            if error.errno in DISK_FULL:
+                raise
+            if not self.failed_writes:
+                logger.warning("{}: not written: {}. The run goes on, and looks silent until it is", self._path, error)
+            self.failed_writes += 1
 
     def read_spent(self) -> dict[str, float]:
         """Return the seconds of this attempt so far by phase, with "input": those of training that waited for data."""

@@ -1,8 +1,10 @@
 """One optimizer step, and the state it changes."""
 
 import copy
+import inspect
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,8 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from trainyard.config.settings import OptimizerSettings
 from trainyard.data.loader import MicroBatch
 from trainyard.errors import UserError
+from trainyard.text import join_names
 from trainyard.train import distributed
 from trainyard.train.best import Plateau
+from trainyard.train.contract import check_gradients, check_losses
 from trainyard.train.data_parallel import BatchNorm, leave_out_of_statistics
 from trainyard.train.distributed import average_rows
 from trainyard.train.module import TrainModule
@@ -128,6 +132,8 @@ def train_step(
         group["lr"] = lr * group.get("lr_scale", 1.0)
     buffers = _copy_buffers(state.module) if state.scaler.is_enabled() else []
     losses, wait_s = compute_gradients(state, micro_batches, world_size=world_size, seed=seed, autocast=autocast)
+    if state.progress.step == 0:
+        check_gradients(state.module, world_size=world_size)
     for name, most in state.module.sparse_gradients().items():
         average_rows(cast(Tensor, state.module.get_parameter(name).grad), most=most)
     norm, skipped = update_weights(state, clip_grad_norm=clip_grad_norm, buffers=buffers)
@@ -154,6 +160,8 @@ def compute_gradients(
         with _sync_gradients_if(state.model, micro_batch.last), counted:
             with name_phase("forward pass"), autocast():
                 parts = state.model(micro_batch.batch)
+            if state.progress.step == 0:
+                check_losses(state.module, parts)
             with name_phase("backward pass"):
                 state.scaler.scale(parts["loss"] * (micro_batch.weight * world_size)).backward()  # type: ignore[no-untyped-call]
         for name, value in parts.items():
@@ -188,7 +196,7 @@ def make_optimizer(module: TrainModule, settings: OptimizerSettings) -> torch.op
     The momentum of SGD begins at 0. Torch would take uninitialised memory and fill it in the first step, which may be
     skipped.
     """
-    groups: Any = [group for group in module.parameter_groups(settings.weight_decay) if group["params"]]
+    groups: Any = list_groups(module, settings.weight_decay)
     if settings.name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=settings.lr, momentum=settings.beta1, fused=True)
         if settings.beta1:
@@ -197,6 +205,27 @@ def make_optimizer(module: TrainModule, settings: OptimizerSettings) -> torch.op
         return optimizer
     kind = torch.optim.AdamW if settings.name == "adamw" else torch.optim.Adam
     return kind(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), fused=True)
+
+
+def list_groups(module: TrainModule, weight_decay: float) -> list[dict[str, Any]]:
+    """Return the module's parameter groups that have parameters.
+
+    Raises:
+        UserError: a parameter that needs a gradient is in none of them, or one is in two.
+    """
+    groups: list[dict[str, Any]] = [{**group} for group in module.parameter_groups(weight_decay)]
+    for group in groups:
+        group["params"] = list(group["params"])
+    counts = Counter(id(parameter) for group in groups for parameter in group["params"])
+    where = f"{inspect.getfile(type(module))}: {type(module).__name__}.parameter_groups"
+    if forgotten := [n for n, p in module.named_parameters() if p.requires_grad and not counts[id(p)]]:
+        raise UserError(
+            f"{where}: {join_names(forgotten)} {'is' if len(forgotten) == 1 else 'are'} in no group, and would never "
+            "train. Put each parameter into one group, or freeze it: parameter.requires_grad_(False)"
+        )
+    if repeated := [name for name, parameter in module.named_parameters() if counts[id(parameter)] > 1]:
+        raise UserError(f"{where}: {join_names(repeated)}: in two groups. Put each parameter into one.")
+    return [group for group in groups if group["params"]]
 
 
 def copy_for_average(module: TrainModule) -> TrainModule:

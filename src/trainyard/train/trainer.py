@@ -16,15 +16,16 @@ from loguru import logger
 from trainyard.choice import Choice
 from trainyard.data.loader import MicroBatch
 from trainyard.errors import NotFinite, OutOfDeviceMemory, UserError
-from trainyard.runs.events import list_metric_names
+from trainyard.runs.events import list_metric_names, read_metrics
 from trainyard.runs.folder import record_choices
 from trainyard.runs.manifest import CheckpointError, parse_name
 from trainyard.runs.observations import OUT_OF_MEMORY, record_limit
 from trainyard.scoring import explain_missing_intervals
 from trainyard.text import quote_path
 from trainyard.train import checkpoint, distributed, precision
-from trainyard.train.best import is_better, require_metrics
+from trainyard.train.best import explain_equals, is_better, require_metrics
 from trainyard.train.console import ProgressBar, format_line
+from trainyard.train.data_parallel import hash_constant_buffers, refuse_differing_buffers
 from trainyard.train.determinism import (
     choose_determinism,
     describe_determinism,
@@ -243,7 +244,8 @@ class Trainer:
         return itertools.chain(peeked, stream)
 
     def _take_step(self, stream: Iterable[MicroBatch]) -> StepResult:
-        progress = self.state.progress
+        progress, is_first = self.state.progress, not self.meter.longest_step_s
+        buffers = hash_constant_buffers(self.state.module) if is_first else {}
         result = train_step(
             self.state,
             self.meter.watch(self._touch_heartbeat(read_one_step(stream, progress.samples_seen, self.context.device))),
@@ -253,10 +255,12 @@ class Trainer:
             clip_grad_norm=self.config.clip_grad_norm,
             autocast=self.autocast,
         )
+        if is_first:
+            refuse_differing_buffers(self.state.module, buffers)
         self.state.step_losses.add(result.losses["loss"])
         samples = len(self.order.batch(progress.batches_done))
         progress.train_s += self.meter.end_step(samples, result.wait_s)
-        if not self.meter.longest_step_s:
+        if is_first:
             self._settle()  # the first step: the runtime limit needs to know how long one takes
         progress.step += 1
         progress.samples_seen += samples
@@ -473,6 +477,10 @@ class Trainer:
             return self.state.swa.module, self.state.progress.step
         module, best = self._select_eval_module(), self.state.best
         why = f"best on validation: {best['metric']} {best['value']:.4g}" if best else "there is no validation"
+        if best is not None and self.context.world.is_main:
+            scored = (line for line in read_metrics(self.context.run) if line.get("split") == VALIDATION)
+            if equals := explain_equals(scored, best, self.monitor):
+                logger.warning(equals)
         if best is None or best["step"] == self.state.progress.step:
             self._record_choice("final_weights", Choice(f"step {self.state.progress.step}", why))
             return module, self.state.progress.step

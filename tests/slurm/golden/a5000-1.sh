@@ -22,7 +22,7 @@
 
 # setup
 export TRAINYARD_RUN=/shared/runs/fingerprint_1m/NEW
-export TRAINYARD_LIMITS='preempted=1000 time_limit=100 node_failure=10 crash=2 hung=5 disk_full=30' TRAINYARD_SIGNAL_S=120
+export TRAINYARD_LIMITS='preempted=1000 time_limit=100 node_failure=10 crash=2 hung=5 disk_full=30 disk_error=10' TRAINYARD_SIGNAL_S=120
 export TRAINYARD_REQUEUE_S=900
 source /shared/runs/fingerprint_1m/NEW/slurm/attempt.sh begin
 (  # the site's lines and the ranks: whatever shell options, traps or exit they contain, `end` is reached

@@ -1,0 +1,62 @@
+"""Reads how a family splits packed data into sets, and refuses what would train on validation samples. No torch."""
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol
+
+from trainyard.config.settings import TrainConfig
+from trainyard.errors import UserError
+from trainyard.text import join_names
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_TRAIN = "train"
+
+
+class Samples(Protocol):
+    """What a data set says of its samples without opening one: an index, or shards."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def columns(self) -> "Mapping[str, np.ndarray]": ...
+    @property
+    def vocabulary(self) -> Mapping[str, list[str]]: ...
+
+
+def find_splits(pack: ModuleType, data: Samples, config: TrainConfig) -> "dict[str, np.ndarray]":
+    """Return the sample ids of each set, (n,) int64, as the family's `pack.splits` says.
+
+    An id may be repeated in "train", where it means oversampling. Test sets may share samples.
+
+    Raises:
+        UserError: there is no "train", ids are not those of samples, a sample is in "train" and another set, or an id
+            is repeated in another set.
+    """
+    import numpy as np  # here: submitting loads this file, and must respond quickly
+
+    where, count = f"{pack.__file__}: splits", data.count
+    found = {name: np.asarray(ids) for name, ids in pack.splits(data.columns, data.vocabulary, config).items()}
+    if _TRAIN not in found:
+        raise UserError(f"{where}: expected a set 'train', found {join_names(list(found)) or 'none'}.")
+    for name, ids in found.items():
+        if ids.shape == (0,):
+            found[name] = ids = ids.astype(np.int64)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise UserError(f"{where}: '{name}' is {ids.dtype} {ids.shape}; expected sample ids, int64 (n,).")
+        if ids.size and not 0 <= ids.min() <= ids.max() < count:
+            wrong = next(i for i in ids.tolist() if not 0 <= i < count)
+            raise UserError(f"{where}: '{name}' has the id {wrong}, but the samples are 0 .. {count - 1}.")
+    trains = np.zeros(count, dtype=bool)
+    trains[found[_TRAIN]] = True
+    for name in found.keys() - {_TRAIN}:
+        ids = found[name]
+        if shared := int(trains[ids].sum()):
+            raise UserError(
+                f"{where}: {shared} of the {len(ids)} ids in '{name}' are in 'train', too, so its scores would be too "
+                "good. A sample is in one set."
+            )
+        if len(np.unique(ids)) < len(ids):
+            raise UserError(f"{where}: ids are repeated in '{name}'. Only 'train' may repeat them, to oversample.")
+    return {name: ids.astype(np.int64, copy=False) for name, ids in found.items()}
