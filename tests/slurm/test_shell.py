@@ -9,7 +9,7 @@ import yaml
 
 from tests.slurm.cluster_runs import LAB_FILE, Start, read_last_step, read_slurm_job_id, trainyard, wait
 from tests.slurm.conftest import Lab
-from tests.training import FAMILIES
+from tests.training import FAMILIES, new_run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("on_the_lab")]
 
@@ -53,3 +53,6 @@ def test_a_dry_shell_prints_its_command_and_a_run_outside_slurm_has_none(tmp_pat
     shown = capsys.readouterr().out
     assert shown.startswith("srun ") and "--partition=p100" in shown and "--mem=3G" in shown and "--time=60" in shown
     assert not list(tmp_path.iterdir())
+    run = new_run(tmp_path, "max_duration=1st")
+    assert trainyard("shell", run) == 2
+    assert f"{run}: is not in Slurm. A shell on this machine: bash" in capsys.readouterr().err

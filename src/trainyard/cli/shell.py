@@ -35,10 +35,10 @@ def _open_shell(args: argparse.Namespace) -> int:
     if args.run:
         run = runs.resolve_run(args.run, args.runs)
         require_trust([run], args)
-        submission = read_submission(run)
         job = read_run(run).slurm_job_id
         if not job:
             raise UserError(f"{run}: is not in Slurm. A shell on this machine: bash")
+        submission = read_submission(run)
         cluster_file = cluster_file or submission["cluster_file"]
         request = ResourceRequest(gpus=submission["gpus"], hw=submission["hw"], nodes=submission["nodes"])
     cluster = find_cluster(cluster_file, dry=args.dry)
