@@ -20,7 +20,15 @@ from trainyard.config.settings import TrainConfig
 from trainyard.environment import THIS_CODE, collect_environment, describe_cpu, find_checkout
 from trainyard.errors import UserError
 from trainyard.runs.create import Origin, create_run
-from trainyard.runs.folder import find_latest_run, read_env, resolve_run, update_env
+from trainyard.runs.folder import (
+    find_latest_run,
+    list_newest_runs,
+    read_creation_time,
+    read_env,
+    resolve_run,
+    update_env,
+    write_env,
+)
 from trainyard.runs.lock import RunLock
 from trainyard.runs.manifest import hash_fields
 
@@ -491,3 +499,20 @@ def test_a_run_with_a_damaged_environment_record_is_named_and_hides_no_other(
         (runs / "tiny" / run / "env.json").write_text(damage)
     with pytest.raises(UserError, match=sentence):
         find_latest_run(runs, "tiny")
+
+
+def test_the_newest_runs_are_found_without_opening_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made = [create_run(tmp_path, TINY, name=f"{9 - i}", origin=Origin.collect(code=tmp_path)) for i in range(9)]
+    for i, run in enumerate(made):
+        os.utime(run / "config.yaml", (1e9 + i, 1e9 + i))
+        write_env(run, {**read_env(run), "created": f"2001-09-09T01:46:4{i}.000000+00:00"})
+    os.utime(made[0] / "config.yaml")  # rewritten since: it is opened, and still the oldest
+    opened = []
+
+    def note(run: Path) -> str:
+        opened.append(run)
+        return read_creation_time(run)
+
+    monkeypatch.setattr("trainyard.runs.folder.read_creation_time", note)
+    assert list_newest_runs(tmp_path, 2) == made[:-3:-1] and len(opened) <= 4
+    assert list_newest_runs(tmp_path, None) == made[::-1]

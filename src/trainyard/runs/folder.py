@@ -3,6 +3,7 @@
 Loads no torch.
 """
 
+import bisect
 import itertools
 import json
 import re
@@ -232,10 +233,12 @@ def list_newest_runs(root: Path, count: int | None, *, job: str | None = None) -
     """
     newest: list[tuple[str, Path]] = []
     for latest, run in _order_by_change(run for run in list_runs(root) if job in (None, run.parent.name)):
-        if len(newest) == count and newest[-1][0] > latest:
+        if len(newest) == count and newest[0][0] > latest:
             break
-        newest = sorted([*newest, (estimate_creation_time(run), run)], reverse=True)[:count]
-    return [run for _, run in newest]
+        bisect.insort(newest, (estimate_creation_time(run), run))  # the oldest first
+        if count is not None:
+            del newest[:-count]
+    return [run for _, run in reversed(newest)]
 
 
 def format_run_name(run: Path) -> str:
