@@ -4,13 +4,14 @@ Loads no torch.
 """
 
 import bisect
+import contextlib
 import itertools
 import json
 import re
 import socket
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -204,15 +205,15 @@ def find_latest_run(root: Path, job: str) -> Path:
     Raises:
         UserError: the job has no run in `root`.
     """
-    runs = list_runs(root)
-    candidates = [run for run in runs if run.parent.name == job]
+    runs = _list_change_times(root)
+    candidates = sorted(((latest, run) for run, latest in runs.items() if run.parent.name == job), reverse=True)
     if not candidates:
         others = sorted({run.parent.name for run in runs})
         have = f"There are runs of: {', '.join(others)}." if others else "There are no runs at all."
         raise UserError(f"{root}: no run of job '{job}'. {have} Start one: trainyard run {job}")
     created: dict[Path, str] = {}
     damaged = []
-    for latest, run in _order_by_change(candidates):
+    for latest, run in candidates:
         if created and max(created.values()) > latest:
             break
         try:
@@ -232,7 +233,8 @@ def list_newest_runs(root: Path, count: int | None, *, job: str | None = None) -
     Opens a few files more than `count`: no run is newer than its options.
     """
     newest: list[tuple[str, Path]] = []
-    for latest, run in _order_by_change(run for run in list_runs(root) if job in (None, run.parent.name)):
+    changed = ((latest, run) for run, latest in _list_change_times(root).items() if job in (None, run.parent.name))
+    for latest, run in sorted(changed, reverse=True):  # none was created after its options were last written
         if len(newest) == count and newest[0][0] > latest:
             break
         bisect.insort(newest, (estimate_creation_time(run), run))  # the oldest first
@@ -288,7 +290,7 @@ def resolve_run(text: str, root: Path) -> Path:
 
 def list_runs(root: Path) -> list[Path]:
     """Return all runs by name, without opening a file of theirs."""
-    return sorted(path.parent for path in root.glob(f"*/[!.]*/{CONFIG}"))
+    return sorted(_list_change_times(root))
 
 
 def read_creation_time(run: Path) -> str:
@@ -314,9 +316,16 @@ def estimate_creation_time(run: Path) -> str:
         return _read_change_time(run / CONFIG)
 
 
-def _order_by_change(runs: Iterable[Path]) -> list[tuple[str, Path]]:
-    """Return runs with when their options were last written, the latest first; none was created after that."""
-    return sorted(((_read_change_time(run / CONFIG), run) for run in runs), reverse=True)
+def _list_change_times(root: Path) -> dict[Path, str]:
+    """Return when the options of each run were last written. Asks the file system once for each run."""
+    found = {}
+    for job in root.iterdir() if root.is_dir() else ():
+        with contextlib.suppress(NotADirectoryError, PermissionError):  # another user's: not among this user's runs
+            for run in job.iterdir():
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+                    if not run.name.startswith("."):
+                        found[run] = _read_change_time(run / CONFIG)
+    return found
 
 
 def _read_change_time(path: Path) -> str:
