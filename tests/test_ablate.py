@@ -156,11 +156,11 @@ def test_a_typed_mistake_is_one_sentence(words, expected, tmp_path, capsys):
 @pytest.mark.slow
 def test_a_planted_slow_switch_is_ranked_last(tmp_path, capsys):
     words = ["ablate", "stripes", "--jobs", str(FAMILIES), f"data.cache={tmp_path}", "--minutes", "0.01"]
-    words += ["--only", "larger batch", "--only", "slow", "--switch", "slow: model.sleep_ms=50"]
+    words += ["--only", "larger batch", "--only", "slow", "--switch", "slow: model.sleep_ms=300"]
     assert cli.main([*words, "--results", str(tmp_path / "results")]) == 0
     [result] = (tmp_path / "results").glob("ablate-*.jsonl")
     header, whole, *rows = map(json.loads, result.read_text().splitlines())
     assert header["suite"] == "ablate" and whole["rounds"] >= 4 and whole["naive"] > 0
-    assert rows[-1]["switch"] == "slow" and rows[-1]["alone"]["mean"] < 1
+    assert rows[-1]["switch"] == "slow" and rows[-1]["alone"]["high"] < 1
     assert result.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "slow" in capsys.readouterr().out

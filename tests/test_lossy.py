@@ -15,6 +15,7 @@ from tests.images import encode_image, make_texture
 from trainyard.config.compose import compose
 from trainyard.config.families import load_family
 from trainyard.config.settings import ImageSettings, TrainConfig
+from trainyard.data.generator import hash_packing
 from trainyard.data.index import REGION
 from trainyard.data.lossy import LOSS, measure_loss
 from trainyard.data.pack import pack
@@ -118,7 +119,8 @@ def test_packing_prints_and_records_what_it_saves_and_loses(tmp_path, log):
     assert loss["psnr_db_median"] == pytest.approx(np.median(psnr), abs=0.05)
     (said,) = (line for line in log if "at the worst" in line)
     assert f"{loss['psnr_db_min']:.1f} dB at the worst, {loss['psnr_db_median']:.1f} dB in the median" in said
-    assert said.startswith(f"{folder}: {' '.join(JPEG)}: 64 images") and data.meta.items() >= build_meta(config).items()
+    assert said.startswith(f"{folder}: {' '.join(JPEG)}: 64 images")
+    assert data.meta == build_meta(config) | {"code": hash_packing(JOBS / "twins")}
 
 
 def test_a_loss_is_worse_the_lower_the_quality_and_none_where_files_are_kept(tmp_path):
