@@ -62,16 +62,17 @@ def test_a_preempted_run_says_so_while_it_waits_and_its_log_is_followed_to_its_e
     follower.start()
     wait("steps", lambda: read_last_step(run) >= 3)
     node = read_one_status(run).attempts[0].nodes
-    lab.submit("sleep 1", "-p", "a100-urgent", "--gres=gpu:a100:8", "-w", node, "--exclusive")
+    urgent = lab.submit("sleep 300", "-p", "a100-urgent", "--gres=gpu:a100:8", "-w", node, "--exclusive")
     wait("the queue", lambda: read_one_status(run).state == "waiting")
     assert read_one_status(run).detail.startswith("starts again after preemption: ")
     assert read_one_status(run).slurm_job_id == read_slurm_job_id(run)
+    wait("the follower", lambda: any(line.startswith("-- ") and "waiting" in line for line in output))
+    lab.run("scancel", urgent)
     wait_for_end(lab, run)
     follower.join(60)
     assert not follower.is_alive()
     first, second = read_one_status(run).attempts
     assert (read_one_status(run).state, first.cause, second.cause) == ("done", "preempted", "done")
-    assert any(line.startswith("-- ") and "waiting" in line for line in output)
     assert [line for line in output if " step 60/60 " in line]
 
 

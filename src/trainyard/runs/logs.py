@@ -45,7 +45,7 @@ def follow(run: Path, out: Out) -> None:
                 query_at = now
             elif now >= query_at:
                 (status,), _ = read_statuses([run])
-                query_at = now + (_QUERY_INTERVAL_S if status.state in ACTIVE else _LOOK_INTERVAL_S)
+                query_at = now + (_QUERY_INTERVAL_S if status.state == State.WAITING else _LOOK_INTERVAL_S)
             if status is not None:
                 ended = 0 if status.state in ACTIVE else 2 if status.state == State.DONE else ended + 1
                 if state not in ("", status.state) or (not has_output and status.state != state):
