@@ -1,7 +1,7 @@
 """Plants what slows a job down from outside of it, and asks `trainyard doctor` what it finds.
 
 `python -m tests.doctor_faults --cache FOLDER [--repeats N] [--only NAME] [--results benchmarks]` prints how often
-each fault was named, and writes it. Cgroups (v1), mounts and a second rank need root. `--overhead` measures instead
+each fault was named, and writes it. Cgroups (v1), mounts, loop devices and a second rank need root. `--overhead` measures instead
 how fast steps are while the doctor samples the loader's threads, and how long the heartbeat takes to count a phase.
 """
 
@@ -170,9 +170,11 @@ def diagnose(plant: Plant, cache: Path, *, seconds: float = 3.0) -> list[str]:
         RuntimeError: the doctor failed.
     """
     jobs = FAMILIES if plant.job == "stripes" else ROOT / "jobs"
-    words = [plant.job, "--jobs", str(jobs), f"data.cache={cache}", *plant.overrides]
-    _prepare(plant, jobs, cache)
     with ExitStack() as stack:
+        if any(controller == "blkio" for controller, _, _ in plant.cgroup):
+            cache = stack.enter_context(_mount_disk(cache))
+        words = [plant.job, "--jobs", str(jobs), f"data.cache={cache}", *plant.overrides]
+        _prepare(plant, jobs, cache)
         scratch = Path(stack.enter_context(TemporaryDirectory(prefix="doctor-plant-")))
         (scratch / "sitecustomize.py").write_text(_SITE)
         path = [ROOT / "src", ROOT, *([scratch] if "DOCTOR_PLANT" in dict(plant.environ) else [])]
@@ -201,6 +203,22 @@ def _prepare(plant: Plant, jobs: Path, cache: Path) -> None:
     config = configs.compose(plant.job, [f"data.cache={cache}", *plant.overrides], jobs)
     for path in Path(prepare_data(config, jobs).data.path).rglob("*.h5"):
         path.read_bytes()
+
+
+@contextmanager
+def _mount_disk(cache: Path) -> Iterator[Path]:
+    """Mount a disk of its own for the data: a limit on the machine's disk slows down reads of libraries too."""
+    image, folder = cache / "disk.img", cache / "disk"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not image.exists():
+        with image.open("wb") as file:
+            file.truncate(256 << 20)
+        subprocess.run(["mkfs.ext4", "-q", image], check=True)
+    subprocess.run(["mount", "-o", "loop", image, folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 @contextmanager
