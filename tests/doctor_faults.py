@@ -1,8 +1,9 @@
 """Plants what slows a job down from outside of it, and asks `trainyard doctor` what it finds.
 
 `python -m tests.doctor_faults --cache FOLDER [--repeats N] [--only NAME] [--results benchmarks]` prints how often
-each fault was named, and writes it. Cgroups (v1), mounts, loop devices and a second rank need root. `--overhead` measures instead
-how fast steps are while the doctor samples the loader's threads, and how long the heartbeat takes to count a phase.
+each fault was named, and writes it. Cgroups (v1), mounts, loop devices and a second rank need root. `--overhead`
+measures instead how fast steps are while the doctor samples the loader's threads, and how long the heartbeat takes to
+count a phase.
 """
 
 import argparse
@@ -367,7 +368,8 @@ def main() -> None:
             print(f"written: {write_new(args.results, 'doctor-overhead', [header, *lines])}")
         return
     plants = [plant for plant in list_plants() if args.only in plant.name]
-    lines = measure_matrix(plants, args.cache, repeats=args.repeats, say=lambda text: print(text, flush=True))
+    # resolved: the doctor runs in another folder
+    lines = measure_matrix(plants, args.cache.resolve(), repeats=args.repeats, say=lambda text: print(text, flush=True))
     print("\n".join(format_matrix(lines)))
     if args.results:
         header = make_header("doctor-faults", vars(args)) | {"load": os.getloadavg()}
