@@ -100,6 +100,11 @@ class PackingSettings:
         list, "attacks to make by copy synthesis of bona fide recordings: any of A01, A02, A03, A04 (vocoders.py)"
     )
     unseen: list[str] = option(list, "copies to leave out of the training set")
+    logistic: bool = option(
+        False,
+        "also fit logistic regression on pooled spectra of the training files, and read these twice: scores are the "
+        "mean of its log-odds and the network's",
+    )
     recordings: str = option(
         "(?P<speaker>[^_]+)_.*",
         "regular expression with a group `speaker`: names (without suffix) of recordings to copy",

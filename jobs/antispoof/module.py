@@ -18,11 +18,12 @@ from trainyard.report.score_figures import draw_samples, draw_score_histogram
 from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Score, Signature, TrainModule
 
 from . import augment, frontends, metrics
+from .baseline import PooledLogistic, score_trials
 from .config import Config, LossSettings, ModelSettings
 from .losses import AmSoftmax, CrossEntropy, Decision, OcSoftmax
 from .metrics import AsvRates
 from .network import OneClassResNet, SeNet, SeResNet
-from .pack import WAVE
+from .pack import LOGISTIC, WAVE
 
 
 def build(config: Config, data: DataInfo) -> "AntispoofModule":
@@ -42,7 +43,24 @@ def build(config: Config, data: DataInfo) -> "AntispoofModule":
     trials = Trials.from_data(data)
     trials.log_resampling(config.sound.rate_hz)
     decision = _build_decision(config.loss, network.dims, trials.count_classes(data.train_ids))
-    return AntispoofModule(frontend, network, decision, config, trials=trials, data=data)
+    pooled = _build_pooled(config, data.artifacts)
+    return AntispoofModule(frontend, network, decision, config, trials=trials, data=data, pooled=pooled)
+
+
+def _build_pooled(config: Config, artifacts: Mapping[str, str]) -> PooledLogistic | None:
+    if not config.packing.logistic:
+        return None
+    if config.loss.name not in ("wce", "focal"):
+        raise UserError(
+            f"packing.logistic=true averages log-odds, but the scores of loss.name={config.loss.name} are cosines. Use "
+            "loss.name=wce, or packing.logistic=false."
+        )
+    if LOGISTIC not in artifacts:
+        raise UserError(
+            "packing.logistic=true, but the data was packed without it. Name the raw files with data.path, or use "
+            "packing.logistic=false."
+        )
+    return PooledLogistic(artifacts[LOGISTIC], rate_hz=config.sound.rate_hz, frames=config.sound.frames)
 
 
 def _build_network(model: ModelSettings, frontend: str) -> SeNet | SeResNet | OneClassResNet:
@@ -132,6 +150,7 @@ class AntispoofModule(TrainModule):
         frontend: (B, N) float32 to (B, F, T) float32; runs outside autocast.
         network: (B, F, T) to (B, D).
         data: whose utterances `sample_figures` shows.
+        pooled: its log-odds are averaged with the decision's.
     """
 
     identity_column = "speaker"
@@ -149,9 +168,10 @@ class AntispoofModule(TrainModule):
         *,
         trials: Trials,
         data: DataInfo,
+        pooled: PooledLogistic | None = None,
     ) -> None:
         super().__init__()
-        self.frontend, self.network, self.decision = frontend, network, decision
+        self.frontend, self.network, self.decision, self.pooled = frontend, network, decision, pooled
         self.config, self.trials = config, trials
         self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
 
@@ -193,7 +213,10 @@ class AntispoofModule(TrainModule):
         """Return the score of each utterance, (B,) float32; needs no labels."""
         embedding_BD = self.network(self.compute_maps(batch)).float()
         with torch.autocast(embedding_BD.device.type, enabled=False):
-            return {"score": self.decision.score(embedding_BD), "sample_id": batch["sample_id"]}
+            score_B = self.decision.score(embedding_BD)
+            if self.pooled is not None:
+                score_B = (score_B + self.pooled(batch["wave"])) / 2
+            return {"score": score_B, "sample_id": batch["sample_id"]}
 
     def describe_predict(self) -> Signature:
         """Return what the network takes and returns, and the threshold that the loss implies, if it implies one."""
@@ -274,10 +297,12 @@ class AntispoofModule(TrainModule):
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
     ) -> dict[str, Score]:
-        """Return the metrics of logistic regression on the same features, pooled over time."""
-        from .baseline import score_trials
-
-        scores = score_trials(self.compute_maps, open_training(), evaluated)
+        """Return the metrics of logistic regression on pooled features: the blend's own, or of the network's input."""
+        scores = (
+            score_trials(self.compute_maps, open_training(), evaluated)
+            if self.pooled is None
+            else np.concatenate([self.pooled(batch["wave"]).cpu().numpy() for batch in evaluated.read_batches()])
+        )
         pooled = {**rows, "score": scores}
         return {"pooled logistic": Score(self.score(pooled) | self.compute_intervals(pooled))}
 

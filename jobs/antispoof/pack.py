@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import soundfile
 from numpy.typing import NDArray
+from tqdm import tqdm
 
+from trainyard.data.decode_cpu import decode_recording
 from trainyard.data.shards import Audio, BadRecord, Loaded, Sample
 from trainyard.data.sounds import convert_to_pcm, read_sound
 from trainyard.errors import UserError
@@ -36,6 +38,7 @@ from .synthesis import synthesize as synthesize
 
 RAW_FILES = "recordings in folders bonafide and spoof (or real and fake), a protocol.csv, or an ASVspoof database"
 WAVE = "wave"
+LOGISTIC = "pooled_logistic"
 Pcm = NDArray[np.int16]
 
 
@@ -67,7 +70,7 @@ def list_labelled(
     if not raw.is_dir():
         return iter(()), artifacts
     found = [replace(one, set=one.set or TEST) for one in list_utterances(raw, config.packing.bonafide_label)]
-    own = {"asv": _read_asv(raw)}
+    own = {**artifacts, "asv": _read_asv(raw)}
     if found or not config.packing.copies:
         return (_make_sample(one, config) for one in found), own
     recordings = [replace(one, set=one.set or TEST) for one in _list_recordings(raw, config)]
@@ -75,13 +78,40 @@ def list_labelled(
 
 
 def join_artifacts(folder: Path, own: Mapping[str, str], packed: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the artifacts with which a run reads packed data: that data's own, because they describe its sets."""
-    return packed
+    """Return the artifacts with which a run reads packed data: that data's, for its sets, and its own fit."""
+    return {**packed, **{name: text for name, text in own.items() if name == LOGISTIC}}
 
 
 def fit_artifacts(raw: Path, config: Config) -> Mapping[str, str]:
-    """Return `asv`: by set, the error rates of the speaker verification behind the countermeasure, for the t-DCF."""
-    return {"asv": json.dumps({}) if config.packing.copies else _read_asv(raw)}
+    """Return `asv`, and `pooled_logistic` with `packing.logistic`.
+
+    `asv`: by set, the error rates of the speaker verification behind the countermeasure, for the t-DCF.
+    """
+    artifacts = {"asv": json.dumps({}) if config.packing.copies else _read_asv(raw)}
+    return artifacts | ({LOGISTIC: _fit_logistic(raw, config)} if config.packing.logistic else {})
+
+
+def _fit_logistic(raw: Path, config: Config) -> str:
+    """Return `baseline.PooledLogistic`'s state, fitted on whole recordings of the training set."""
+    import torch
+
+    from . import baseline
+
+    model = baseline.PooledLogistic("{}", rate_hz=config.sound.rate_hz, frames=config.sound.frames)
+    features, labels = [], []
+    training = [sample for sample in samples(raw, config) if sample.columns["set"] == TRAIN]
+    for sample in tqdm(training, unit="utterance", desc="pooling", disable=None, leave=False):
+        try:
+            record = sample.load()[WAVE].data
+        except BadRecord:
+            continue  # packing names it
+        recording = record if isinstance(record, np.ndarray) else decode_recording(np.frombuffer(record, np.uint8))
+        wave_1N = torch.from_numpy(recording.astype(np.float32) / 2**15)[None]
+        features.append(baseline.pool(model.maps(wave_1N))[0].double().numpy())
+        labels.append(sample.columns["label"])
+    if len(set(labels)) < 2:
+        return "{}"  # packing refuses these sets
+    return json.dumps(baseline.fit_logistic(np.stack(features), np.array(labels)))
 
 
 def _read_asv(raw: Path) -> str:

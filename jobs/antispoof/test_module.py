@@ -15,6 +15,7 @@ from trainyard.train.data_parallel import list_statistics
 from trainyard.train.step import enable_activation_checkpointing
 
 from .module import build
+from .pack import LOGISTIC
 
 
 def test_maps_are_computed_in_float32_whatever_the_precision() -> None:
@@ -35,6 +36,26 @@ def test_evaluation_is_deterministic_and_needs_no_label() -> None:
     assert torch.equal(plain, module.frontend(inputs["wave"]))
     del inputs["label"], inputs["noise"]
     assert torch.equal(module.predict(inputs)["score"], module.predict(inputs)["score"])
+
+
+def test_scores_are_averaged_with_pooled_logistic_regression() -> None:
+    alone, inputs = make_module().eval(), make_batch(4)
+    data = make_data([1, 0] * 8, ["-", "A01"] * 8, ["train"] * 8 + ["val"] * 8)
+    weights = np.random.default_rng(0).normal(size=258)
+    fitted = replace(
+        data, artifacts={**data.artifacts, LOGISTIC: json.dumps({"weights": weights.tolist(), "bias": 0.5})}
+    )
+    torch.manual_seed(0)
+    blend = build(make_config(packing={"logistic": True}), fitted).eval()
+    maps_BFT = make_module(frontend={"mean": "none"}).eval().compute_maps(inputs).double()
+    log_odds_B = torch.cat([maps_BFT.mean(2), maps_BFT.std(2)], 1) @ torch.from_numpy(weights) + 0.5
+    expected_B = (alone.predict(inputs)["score"] + log_odds_B) / 2
+    torch.testing.assert_close(blend.predict(inputs)["score"].double(), expected_B, rtol=1e-4, atol=1e-3)
+    assert blend.state_dict().keys() == alone.state_dict().keys()
+    with pytest.raises(UserError, match=r"the data was packed without it\. Name the raw files with data\.path"):
+        build(make_config(packing={"logistic": True}), data)
+    with pytest.raises(UserError, match=r"scores of loss\.name=am_softmax are cosines\. Use loss\.name=wce"):
+        build(make_config(packing={"logistic": True}, loss={"name": "am_softmax"}), fitted)
 
 
 def test_every_weight_gets_a_gradient() -> None:

@@ -17,8 +17,9 @@ from trainyard.data.pack import pack
 from trainyard.data.shards import BadRecord
 from trainyard.errors import UserError
 
+from .baseline import PooledLogistic
 from .config import Config, PackingSettings
-from .pack import fit_artifacts, load, samples, splits, unlabelled
+from .pack import LOGISTIC, fit_artifacts, join_artifacts, load, samples, splits, unlabelled
 
 
 @pytest.mark.parametrize(
@@ -211,3 +212,26 @@ def test_copies_that_cannot_be_made_are_refused(tmp_path: Path, packing: dict[st
         write_recording(tmp_path / f"{name}.wav")
     with pytest.raises(UserError, match=message):
         list(samples(tmp_path, make_config(packing=packing)))
+
+
+@pytest.mark.parametrize("store", ["pcm", "encoded"])
+def test_logistic_regression_is_fitted_on_the_training_recordings_alone(tmp_path: Path, store: str) -> None:
+    lines = ["path,label,set"]
+    for i in range(16):
+        name, part = f"{i}.wav", "train" if i < 8 else "val"
+        path = write_recording(tmp_path / name, rate_hz=8000, seconds=0.5, seed=i)
+        if i % 2:  # louder
+            wave, rate_hz = soundfile.read(path)
+            soundfile.write(path, 4 * wave, rate_hz, subtype="PCM_16")
+        lines.append(f"{name},{'spoof' if i % 2 else 'bonafide'},{part}")
+    (tmp_path / "protocol.csv").write_text("\n".join(lines))
+    (tmp_path / "1.wav").write_bytes(b"")  # a bad file is left out here, and named by packing
+    config = make_config(packing={"logistic": True, "store": store})
+    artifacts = fit_artifacts(tmp_path, config)
+    model = PooledLogistic(artifacts[LOGISTIC], rate_hz=8000, frames=4000)
+    waves = torch.stack([torch.from_numpy(soundfile.read(tmp_path / f"{i}.wav")[0]).float() for i in range(8, 16)])
+    assert ((model(waves) > 0) == (torch.arange(8) % 2 == 0)).all()
+    (tmp_path / "9.wav").write_bytes((tmp_path / "8.wav").read_bytes())  # of validation
+    assert fit_artifacts(tmp_path, config) == artifacts
+    assert join_artifacts(tmp_path, artifacts, {"asv": "other"}) == {"asv": "other", LOGISTIC: artifacts[LOGISTIC]}
+    assert LOGISTIC not in fit_artifacts(tmp_path, make_config())
