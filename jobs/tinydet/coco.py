@@ -23,7 +23,7 @@ from trainyard.data.coco import (
 from trainyard.errors import UserError
 from trainyard.foreign import note_read
 
-from . import visdrone
+from . import folders, visdrone
 from .config import PackingSettings
 from .layout import BOTH, SETS, AnnotationFile, find_annotation_files, find_image, list_image_folders
 
@@ -89,7 +89,8 @@ def read_collection(raw: Path, rules: PackingSettings, *, trains: bool = True) -
     Raises:
         UserError: there are no annotations, or one is wrong; the message names the file and the entry.
     """
-    files, left_out = find_annotation_files(raw)
+    paired = folders.find_folders(raw) if raw.is_dir() else []
+    files, left_out = (paired, []) if paired else find_annotation_files(raw)
     stats = [(path, path.stat()) for file in files for path in file.parts]
     for path, _ in stats:
         note_read(path)  # also if it was read before
@@ -97,7 +98,10 @@ def read_collection(raw: Path, rules: PackingSettings, *, trains: bool = True) -
     collection = _read_cached(raw, tuple(files), stamp, tuple(left_out), astuple(rules))
     if trains and not any(image.set == "train" for image in collection.images):
         divided = any(file.set in ("", BOTH) for file in files)
-        way_out = "Lower packing.val_share" if divided else f"Add annotations such as {files[0].path.parent}/train.json"
+        file = f"{files[0].path.parent}/train.json"
+        way_out = (
+            "Lower packing.val_share" if divided else f"Add a set train, such as {raw / 'train' if paired else file}"
+        )
         raise UserError(f"{raw}: none of the {len(collection.images)} images is left to train on. {way_out}.")
     return collection
 
@@ -117,9 +121,7 @@ def _read_cached(
             ", ".join(file.name for file in files),
             ", ".join(path.name for path in left_out),
         )
-    contents = {
-        file.path: (visdrone.read_annotations if file.path.is_dir() else read_annotations)(file.path) for file in files
-    }
+    contents = [(file, _read_file(file)) for file in files]
     names = _join_categories(contents)
     ids = sorted(names)
     label_of = {category: label for label, category in enumerate(ids)}
@@ -127,19 +129,25 @@ def _read_cached(
     images: list[AnnotatedImage] = []
     listed_in: dict[str, Path] = {}
     rules = _divide_among_unnamed_sets(rules, files)
-    for file in files:
-        for image in _read_images(raw, file, contents[file.path], label_of, rules, counts):
+    for file, content in contents:
+        for image in _read_images(raw, file, content, label_of, rules, counts):
             if image.name in listed_in:
                 raise _describe_duplicate(file.path, image.name, listed_in[image.name])
             listed_in[image.name] = file.path
             images.append(image)
-    boxes = [entry.bbox for content in contents.values() for entry in content.annotations]
+    boxes = [entry.bbox for _, content in contents for entry in content.annotations]
     for what, count in counts.items():
         is_many = count >= MANY * len(boxes)
         log = logger.warning if is_many or what != CLIPPED else logger.info
         log("{} of {} boxes {}.{}", count, len(boxes), what, explain_lost_boxes(boxes) if is_many else "")
     lost = "; ".join(f"{count} of {len(boxes)} {what}" for what, count in counts.items() if what != CLIPPED)
     return Collection(images, [names[i] for i in ids], ids, f"{lost}.{explain_lost_boxes(boxes)}" if lost else "")
+
+
+def _read_file(file: AnnotationFile) -> Annotations:
+    if file.folder is not None:
+        return folders.read_folder(file.folder)
+    return (visdrone.read_annotations if file.path.is_dir() else read_annotations)(file.path)
 
 
 def _divide_among_unnamed_sets(rules: PackingSettings, files: Sequence[AnnotationFile]) -> PackingSettings:
@@ -172,20 +180,20 @@ def _describe_duplicate(path: Path, name: str, other: Path) -> UserError:
     )
 
 
-def _join_categories(contents: Mapping[Path, Annotations]) -> dict[Id, str]:
+def _join_categories(contents: Sequence[tuple[AnnotationFile, Annotations]]) -> dict[Id, str]:
     """Return the name of each category id; all files must agree."""
     names: dict[Id, str] = {}
     ids: dict[str, Id] = {}
-    for path, content in contents.items():
+    for file, content in contents:
         for entry in content.categories:
             name, number = names.setdefault(entry.id, entry.name), ids.setdefault(entry.name, entry.id)
             if (name, number) != (entry.name, entry.id):
                 other = f"{entry.id} '{name}'" if name != entry.name else f"{number} '{entry.name}'"
                 raise UserError(
-                    f"{path}: category {entry.id} is '{entry.name}', but in another file it is {other}. Give each "
+                    f"{file.path}: category {entry.id} is '{entry.name}', but in another file it is {other}. Give each "
                     "category the same id and the same name in all files."
                 )
-        refuse_mixed_categories(path, names)
+        refuse_mixed_categories(file.path, names)
     return names
 
 
@@ -198,10 +206,10 @@ def _read_images(
     counts: Counter[str],
 ) -> Iterator[AnnotatedImage]:
     path, images, objects = file.path, content.images, content.group_objects()
-    folders = list_image_folders(raw, file)
-    found = {entry.file_name: find_image(raw, folders, entry.file_name, where=str(path)) for entry in images}
+    places = list_image_folders(raw, file)
+    found = {entry.file_name: find_image(raw, places, entry.file_name, where=str(path)) for entry in images}
     if found and not any(found.values()):
-        raise _describe_missing_images(raw, file, list(found), folders)
+        raise _describe_missing_images(raw, file, list(found), places)
     for entry in sorted(images, key=lambda image: image.file_name):
         rows = list(_read_objects(path, entry, objects[entry.id], rules, counts))
         table = np.array([row[:5] for row in rows], dtype=np.float64).reshape(-1, 5)
@@ -211,7 +219,7 @@ def _read_images(
         yield AnnotatedImage(
             name=file.prefix + entry.file_name,
             path=found[entry.file_name],
-            searched=tuple(folders),
+            searched=tuple(places),
             file=file.name,
             image_id=entry.id,
             set=file.set if file.set in SETS else _assign_set(sequence, rules),

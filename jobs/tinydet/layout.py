@@ -40,16 +40,32 @@ class AnnotationFile:
     path: Path  # a file, or VisDrone's folder of texts
     set: str  # one of SETS, BOTH, or empty: it names none
     prefix: str = ""  # the folder of the set, in front of the names of its images: two sets may share names
+    folder: "PairedFolder | None" = None  # of files for each image (`folders.py`); the path is then what names the sets
 
     @property
     def name(self) -> str:
         """What messages call it: the file, or the folder of the set."""
+        if self.folder is not None:
+            return f"the {self.folder.kind} folder"
         return self.path.parent.name if self.path.is_dir() else self.path.name
 
     @property
     def parts(self) -> list[Path]:
         """The files to read."""
+        if self.folder is not None:
+            return [*self.folder.tables, *(path for _, path in self.folder.pairs if path is not None)]
         return list_texts(self.path) if self.path.is_dir() else [self.path]
+
+
+@dataclass(frozen=True)
+class PairedFolder:
+    """The images of a set, each with an annotation file of its own."""
+
+    kind: str  # one of `folders.SUFFIXES`
+    raw: Path
+    pairs: tuple[tuple[Path, Path | None], ...]  # an image and its annotations; None: it has no objects
+    tables: tuple[Path, ...]  # that name classes and sets
+    classes: tuple[str, ...]  # names of the classes 0, 1, ..; none: the annotations name them
 
 
 def find_annotation_files(raw: Path) -> tuple[list[AnnotationFile], list[Path]]:
@@ -79,7 +95,7 @@ def find_annotation_files(raw: Path) -> tuple[list[AnnotationFile], list[Path]]:
 
 def _find_annotations_of_folders(raw: Path) -> list[AnnotationFile]:
     """Return the annotations in folders called after sets, as Roboflow writes them and VisDrone."""
-    folders = [(folder, "".join(found)) for folder in _list_folders(raw) if len(found := find_sets(folder.name)) == 1]
+    folders = list_set_folders(raw).items()
     files = [
         AnnotationFile(path, name, f"{folder.name}/")
         for folder, name in folders
@@ -94,12 +110,18 @@ def _find_annotations_of_folders(raw: Path) -> list[AnnotationFile]:
         raise UserError(
             f"{raw}: no annotations. Expected COCO JSON files in {raw}/annotations, such as instances_train.json and "
             "instances_val.json, and the images in the folder images; or a file in each of the folders train, valid "
-            "and test, next to its images; or VisDrone's folders, each with annotations/*.txt and images."
+            "and test, next to its images; or a folder of YOLO (images, labels and data.yaml), Pascal VOC, LabelMe or "
+            "VisDrone."
         )
     repeated = next((one for one in files if sum(other.path.parent == one.path.parent for other in files) > 1), None)
     if repeated is not None:
         raise UserError(f"{repeated.path.parent}: several JSON files. Keep its annotations, and move the others away.")
     return files
+
+
+def list_set_folders(raw: Path) -> dict[Path, str]:
+    """Return the folders in a raw folder whose names say a set, and the set."""
+    return {path: "".join(found) for path in _list_folders(raw) if len(found := find_sets(path.name)) == 1}
 
 
 def find_sets(name: str) -> set[str]:
@@ -115,9 +137,12 @@ def find_sets(name: str) -> set[str]:
 def list_image_folders(raw: Path, file: AnnotationFile) -> list[Path]:
     """Return the existing folders in which the images of a file may lie, in order of the search.
 
-    First those named after its set, in the raw folder or in `images`, each preceded by its own folder `images`; among
+    Of a folder with a file for each image: the raw folder, from which they are named. Else
+    first those named after its set, in the raw folder or in `images`, each preceded by its own folder `images`; among
     several the one that the file's name repeats, as 'train2017'. Then `images` and the raw folder itself.
     """
+    if file.folder is not None:
+        return [raw]
     shared = [*_find_images_folder(raw), raw]
     inside = [path for base in reversed(shared) for path in _list_folders(base)]
     inside.sort(key=lambda path: _strip_punctuation(path.name) not in _strip_punctuation(file.path.stem))

@@ -1,4 +1,4 @@
-"""Turns images with COCO annotations into samples: whole images, or overlapping tiles."""
+"""Turns images with boxes into samples: whole images, or overlapping tiles."""
 
 import io
 import json
@@ -12,7 +12,7 @@ import numpy as np
 from loguru import logger
 from PIL import Image, ImageOps
 
-from trainyard.data.raw import IMAGES, list_files
+from trainyard.data.raw import IMAGES, list_named
 from trainyard.data.shards import BadRecord, Loaded, Ragged, Sample
 from trainyard.data.write_shard import open_image
 from trainyard.errors import UserError
@@ -20,10 +20,10 @@ from trainyard.text import align_columns, join_names
 
 from .coco import AnnotatedImage, read_collection, scale_size, summarize_sets
 from .config import Config, PackingSettings
+from .folders import ORIENTATION, read_upright_px
 from .layout import SETS
 from .synthesis import synthesize as synthesize
 
-ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 TRUTH = ("x1", "y1", "x2", "y2", "area", "label", "crowd")
 """Columns of the record `truth`: every object of a whole image, in its pixels. Only the first tile has rows."""
 
@@ -54,16 +54,17 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
 def log_reading(raw: Path, config: Config) -> None:
     """Log how five annotated images are read: their sets, sizes and first objects."""
     collection = read_collection(raw, config.packing)
-    last = len(collection.images) - 1
+    shown = [image for image in collection.images if len(image.boxes)] or collection.images
     rows = [["image", "set", "size", "objects", "the first: category at x1, y1, x2, y2"]]
-    for image in (collection.images[i] for i in sorted({n * last // 4 for n in range(5)})):
+    for image in (shown[i] for i in sorted({n * (len(shown) - 1) // 4 for n in range(5)})):
         first = "-"
         if len(image.boxes):
             corners = ", ".join(f"{value:g}" for value in image.boxes[0].round(1))
             first = f"{collection.categories[image.labels[0]]} at {corners}"
         size = "{} x {}".format(*image.size_px)
         rows.append([image.name, image.set, size, str(len(image.boxes)), first])
-    logger.info("{}: {} images. For example:", raw, len(collection.images))
+    files = join_names(sorted({image.file for image in collection.images}))
+    logger.info("{}: {} images, as {} says. For example:", raw, len(collection.images), files)
     for line in align_columns(rows, indent="  "):
         logger.info("{}", line)
 
@@ -181,16 +182,10 @@ def splits(
 
 
 def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
-    """Yield every tile of every image file in a folder and its subfolders, for `trainyard predict`."""
+    """Yield every tile of every image file in a folder and below it, or of the file `raw` itself."""
     rule = config.packing
-    for path in list_files(raw, IMAGES):
-        name = str(path.relative_to(raw))
-        try:
-            with Image.open(path) as header:
-                upright = header.getexif().get(ORIENTATION, 1) < 5
-                raw_px = header.size if upright else header.size[::-1]
-        except Exception as error:  # Pillow's readers raise struct.error, IndexError and others for broken files
-            raise UserError(f"{path}: not an image ({error}). Remove it from {raw}.") from None
+    for name, path in list_named(raw, IMAGES):
+        raw_px = read_upright_px(path)
         size_px = scale_size(raw_px, rule.scale)
         for tile in cut_tiles(size_px, side_px=rule.tile_px, overlap=rule.tile_overlap):
             yield Sample(

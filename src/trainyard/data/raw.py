@@ -166,6 +166,13 @@ def list_files(folder: Path, suffixes: Collection[str], *, depth: int | None = N
     return sorted(found)
 
 
+def list_named(raw: Path, suffixes: Collection[str]) -> list[tuple[str, Path]]:
+    """List the files in a folder as `list_files` does, each with its name below it; of a file, the file itself."""
+    if raw.is_file():
+        return [(raw.name, raw)]
+    return [(path.relative_to(raw).as_posix(), path) for path in list_files(raw, suffixes)]
+
+
 def find_listed(raw: Path, name: str, *, where: str, folders: Sequence[Path] = (), tails: bool = False) -> Path | None:
     """Return the file that a table or an annotation file names; None if it is missing.
 
