@@ -44,7 +44,10 @@ def find_target(word: str) -> Target:
     known = sorted({card.split("-")[0] for card in table["cards"]} | set(names))
     near = difflib.get_close_matches(word, [*known, *table["cards"]], n=1)
     nearest = f" Nearest: {near[0]}." if near else ""
-    raise Mistake(f"HW={word}: no such card or target.{nearest} There are: {', '.join(known)}.")
+    raise Mistake(
+        f"HW={word}: no such card or target.{nearest} There are: {', '.join(known)}. "
+        "Another NVIDIA card: cuda13 from compute capability 8.0 on, cuda12 for 7.5, cuda12-pascal for older ones."
+    )
 
 
 def read_table(path: Path) -> dict[str, dict[str, str]]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.test_choose_data import JOBS
+from tests.training import FAMILIES
 from trainyard.cli import main
 from trainyard.cli.choices import compose_job
 from trainyard.cli.plan import USUAL_CARDS, check_memory
@@ -262,6 +263,23 @@ def test_the_table_of_all_presets_reads_what_is_stored(tmp_path, monkeypatch, ca
     (legend,) = (line for line in lines if line.startswith("A cell: "))
     assert "Estimated, never observed on these cards." in legend
     assert not (tmp_path / "trainyard" / "plans").exists()
+
+
+def test_the_name_of_a_card_means_each_of_its_variants(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for typed, shown in (
+        ("p100", "p100-12-pcie | p100-16-pcie | p100-16-sxm"),
+        ("v100-32,2080ti", "v100-32-pcie | v100-32-sxm | 2080ti"),
+        ("a100-80-sxm,sm89-48gib,cpu", "a100-80-sxm | sm89-48gib | cpu"),
+    ):
+        assert main(["plan", "--all", "--stored", "--hw", typed, "--jobs", str(FAMILIES)]) == 0
+        assert f" | {shown} |\n" in capsys.readouterr().out
+    assert main(["plan", "--all", "--stored", "--hw", "p10", "--jobs", str(FAMILIES)]) == 2
+    assert "--hw p10: no such card. Cards: cpu, p100-12-pcie, " in capsys.readouterr().err
+    typed = ["plan", "--all", "--stored", "--cluster", str(CLUSTER), "--jobs", str(FAMILIES)]
+    for hw, shown in (("a100-80", "a100"), ("a100", "a100"), ("p100,2080ti", "p100 | 2080ti")):
+        assert main([*typed, "--hw", hw]) == 0
+        assert f" | {shown} |\n" in capsys.readouterr().out
 
 
 @pytest.mark.long

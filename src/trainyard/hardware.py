@@ -25,6 +25,10 @@ class GpuType:
     sm: int  # compute capability, major * 10 + minor
     memory_gib: float
 
+    def is_called(self, name: str) -> bool:
+        """Return whether a name means this card: its key, or how it begins: p100-16 is p100-16-pcie and p100-16-sxm."""
+        return bool(name) and f"{self.key}-".startswith(f"{name}-")
+
 
 # fmt: off
 GPUS: tuple[GpuType, ...] = (  # compute capability and nominal memory, as in NVIDIA's datasheets

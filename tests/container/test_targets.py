@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.container.conftest import ROOT, run_script
-from trainyard.hardware import GPUS, choose_image_target
+from trainyard.hardware import GPU_TYPES, GPUS, choose_image_target, explain_missing_kernels
 
 CONTAINERS = ROOT / "containers"
 TARGETS = ("cpu", "cuda12-pascal", "cuda12", "cuda13")
@@ -39,10 +39,13 @@ def read_stage(target: str) -> str:
 
 
 def test_each_card_has_an_image_with_kernels_for_it():
-    cards = {"cpu": None} | {gpu.key: gpu.sm for gpu in GPUS}
+    cards = {"cpu": None} | {gpu.key: gpu.sm for gpu in GPU_TYPES}
     assert table()["cards"] == {card: choose_image_target(sm) for card, sm in cards.items()}
-    for card, sm in cards.items():
-        assert sm is None or str(sm) in table()["sm"][choose_image_target(sm)].split(), card
+    built = {target: listed.split() for target, listed in table()["sm"].items()}
+    for gpu in GPU_TYPES:
+        target = choose_image_target(gpu.sm)
+        assert explain_missing_kernels(gpu.sm, [f"sm_{sm}" for sm in built[target]]) is None, gpu.key
+        assert gpu not in GPUS or str(gpu.sm) in built[target], gpu.key
 
 
 def test_our_reader_of_the_table_agrees_with_yaml():
@@ -62,7 +65,17 @@ def test_a_malformed_line_of_the_table_is_named(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("word", "target"),
-    [("a100", "cuda13"), ("p100", "cuda12-pascal"), ("2080ti", "cuda12"), ("h100-sxm", "cuda13"), ("cuda12", "cuda12")],
+    [
+        ("a100", "cuda13"),
+        ("p100", "cuda12-pascal"),
+        ("2080ti", "cuda12"),
+        ("h100-sxm", "cuda13"),
+        ("cuda12", "cuda12"),
+        ("v100", "cuda12-pascal"),
+        ("t4", "cuda12"),
+        ("4090", "cuda13"),
+        ("l40s", "cuda13"),
+    ],
 )
 def test_hw_names_a_card_the_first_part_of_one_or_a_target(word: str, target: str):
     from targets import find_target
@@ -73,7 +86,10 @@ def test_hw_names_a_card_the_first_part_of_one_or_a_target(word: str, target: st
 def test_an_unknown_card_is_refused_with_the_nearest():
     said = run_script(*IMAGE, "build", "a1000")
     assert said.returncode == 2
-    assert said.stderr.startswith("HW=a1000: no such card or target. Nearest: a100. There are: 2080ti, a100, ")
+    assert said.stderr.startswith(
+        "HW=a1000: no such card or target. Nearest: a100. There are: 2080ti, 3090, 4090, a100, "
+    )
+    assert "Another NVIDIA card: cuda13 from compute capability 8.0 on, cuda12 for 7.5" in said.stderr
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -48,7 +48,12 @@ def add_commands(verbs: Verbs) -> None:
     verb.add_argument("job", nargs="?", default="", help="preset, such as fingerprint_1m: trainyard jobs")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")
     verb.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of the whole job")
-    verb.add_argument("--hw", default="", metavar="TYPE,...", help="cards, or GPU types of --cluster; default: all")
+    verb.add_argument(
+        "--hw",
+        default="",
+        metavar="TYPE,...",
+        help="cards, such as h200, or p100 for each of them, or GPU types of --cluster; default: usual ones",
+    )
     verb.add_argument("--cluster", default="", metavar="NAME", help="slurm/NAME.yaml, or a path: its GPU types")
     verb.add_argument("--all", action="store_true", help="all presets instead of one, as a table; takes minutes")
     verb.add_argument("--stored", action="store_true", help="with --all: read what is stored, and predict nothing")
@@ -102,17 +107,18 @@ def _tabulate(args: argparse.Namespace, cluster: clusters.Cluster | None, cards:
 
 
 def _choose_cards(wanted: str, cluster: clusters.Cluster | None) -> dict[str, GpuType]:
-    """Return the cards of a plan by the name that --hw takes."""
-    if cluster is not None:
-        known = {name: _get_card(kind.card) for name, kind in cluster.gpus.items()}
-    else:
-        known = {name: _get_card(name) for name in (wanted.split(",") if wanted else USUAL_CARDS)}
-    names = wanted.split(",") if wanted else [name for name, card in known.items() if card is not None]
-    for name in names:
-        if known.get(name) is None:
-            choices = list(known) if cluster is not None else list(clusters.CARDS)
-            raise UserError(f"--hw {name}: no such card.{suggest_nearest(name, choices)} Cards: {', '.join(choices)}.")
-    return {name: card for name in names if (card := known[name]) is not None}
+    """Return the cards of a plan by the name that --hw takes; a name such as p100 means each of its variants."""
+    keys = list(clusters.CARDS) if cluster is None else [kind.card for kind in cluster.gpus.values()]
+    names = keys if cluster is None else list(cluster.gpus)
+    known = {name: card for name, key in zip(names, keys, strict=True) if (card := _get_card(key)) is not None}
+    chosen: dict[str, GpuType] = {}
+    for name in wanted.split(",") if wanted else USUAL_CARDS if cluster is None else known:
+        exact = known.get(name) or (_get_card(name) if cluster is None else None)
+        found = {key: card for key, card in known.items() if card.is_called(name)} if exact is None else {name: exact}
+        if not found:
+            raise UserError(f"--hw {name}: no such card.{suggest_nearest(name, names)} Cards: {', '.join(names)}.")
+        chosen |= found
+    return chosen
 
 
 def _get_card(key: str) -> GpuType | None:

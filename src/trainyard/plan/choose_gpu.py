@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from trainyard.cluster.description import Cluster, GpuNodes
 from trainyard.config.settings import NeedsSettings, TrainConfig
 from trainyard.errors import UserError
-from trainyard.hardware import GPUS, GpuType, Precision, choose_precision, choose_sync_batchnorm, get_gpu
+from trainyard.hardware import GPUS, Precision, choose_precision, choose_sync_batchnorm, get_gpu
 from trainyard.split import BatchSplit, explain_micro_batch, split_batch
 from trainyard.text import join_names, suggest_nearest
 
@@ -54,7 +54,7 @@ def choose_gpu(
         raise UserError(
             f"{gpus} GPUs requested, but no GPU type of {cluster.name} has that many: {list_hardware(cluster)}."
         )
-    preferred = [name for name, kind in enough.items() if _is_card(get_gpu(kind.card), config.needs.card)]
+    preferred = [name for name, kind in enough.items() if _is_card(kind, config.needs.card)]
     passed: dict[str, str] = {}
     for name in [*preferred, *(name for name in enough if name not in preferred)]:
         passed[name] = _explain_misfit(config, enough[name], gpus)
@@ -115,7 +115,7 @@ def read_needed_gib(needs: NeedsSettings) -> float:
     """Return the memory that a preset states, or that of the card it was written for; 0: nothing is known."""
     if needs.memory_gib or not needs.card:
         return needs.memory_gib
-    return min((gpu.memory_gib for gpu in GPUS if _is_card(gpu, needs.card)), default=0.0)
+    return min((gpu.memory_gib for gpu in GPUS if gpu.is_called(needs.card)), default=0.0)
 
 
 def _explain_misfit(config: TrainConfig, kind: GpuNodes, gpus: int) -> str:
@@ -180,14 +180,14 @@ def _choose_policy(config: TrainConfig, kind: GpuNodes, gpus: int) -> Precision:
     )
 
 
-def _is_card(gpu: GpuType | None, card: str) -> bool:
-    """Return whether a GPU is this card, or of this kind: p100-16 is p100-16-pcie and p100-16-sxm."""
-    return gpu is not None and bool(card) and f"{gpu.key}-".startswith(f"{card}-")
+def _is_card(kind: GpuNodes, card: str) -> bool:
+    gpu = get_gpu(kind.card)
+    return gpu is not None and gpu.is_called(card)
 
 
 def _refuse_unknown_card(config: TrainConfig) -> None:
     card = config.needs.card
-    if card and not any(_is_card(gpu, card) for gpu in GPUS):
+    if card and not any(gpu.is_called(card) for gpu in GPUS):
         keys = [gpu.key for gpu in GPUS]
         raise UserError(
             f"needs.card={card}: no such card.{suggest_nearest(card, keys)} Cards, or the beginning of one: "
@@ -207,7 +207,7 @@ def _describe_needs(config: TrainConfig) -> str:
 
 def _explain_first(config: TrainConfig, cluster: Cluster, gpus: int, hw: str, passed: dict[str, str]) -> str:
     needed = f" and {_compute_least_gib(config, gpus):g} GiB" if read_needed_gib(config.needs) else ""
-    if _is_card(get_gpu(cluster.gpus[hw].card), config.needs.card):
+    if _is_card(cluster.gpus[hw], config.needs.card):
         return f"the card that {config.job} was written for, {config.needs.card}"
     misfits = _list_misfits(passed)
     rest = f"; {misfits}" if misfits else f": {', '.join(cluster.gpus)}"
