@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -11,8 +12,11 @@ from contextlib import closing
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra.core.utils import JobReturn
+from hydra.experimental.callback import Callback
 
 from tests.training import FAMILIES, run_as_command, train
 from trainyard.config.compose import thaw
@@ -22,6 +26,7 @@ from trainyard.launch import multirun, sweep
 from trainyard.report import sweep_page as results
 from trainyard.runs import folder as runs
 from trainyard.runs import sweep_file
+from trainyard.runs.events import read_metrics
 from trainyard.tables import read_table
 from trainyard.train.recorder import Recorder
 
@@ -392,19 +397,27 @@ def _run_multirun_in_this_process(jobs: Path, words: Sequence[str], dry: bool) -
     return multirun.run_multirun("stripes", words, jobs_dir=jobs, runs_dir=Path("runs"), environ=os.environ, dry=dry)
 
 
+class PrintReturnValue(Callback):
+    def on_job_end(self, config: Any, job_return: JobReturn, **kwargs: Any) -> None:
+        print("returned", job_return.return_value)
+
+
 def read_events(run: Path) -> list[str]:
     return [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
 def test_hydras_own_multirun_trains_each_combination_as_a_run(tmp_path: Path):
-    done = run_multirun(tmp_path, "optimizer.lr=1e-2,1e-3")
+    keep = "+hydra.callbacks.keep._target_=tests.test_sweep.PrintReturnValue"
+    done = run_multirun(tmp_path, "optimizer.lr=1e-2,1e-3", keep)
     assert done.returncode == 0, done.stderr
     made = sorted((tmp_path / "runs/stripes").iterdir())
     assert [run.name[-4:] for run in made] == ["-000", "-001"]
     assert [thaw(run / runs.CONFIG, FAMILIES).optimizer.lr for run in made] == [1e-2, 1e-3]
     assert [read_events(run)[-1] for run in made] == ["done", "done"]
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "data"}
+    best = [max(line["accuracy"] for line in read_metrics(run) if line.get("split") == "val") for run in made]
+    assert re.findall("returned (.*)", done.stdout) == [str(value) for value in best], "for sweepers that search"
 
 
 @pytest.mark.slow

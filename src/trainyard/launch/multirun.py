@@ -39,6 +39,8 @@ def run_multirun(
 
     Everything that Hydra understands works: sweepers, `hydra/launcher=submitit_slurm` with `hydra.launcher.*`, and
     overrides in Hydra's grammar. Each combination is a run under `runs_dir`, named after the multirun and its index.
+    Sweepers that search get the best value of the metric that decides. They minimise it: where higher is better, type
+    `hydra.sweeper.direction=maximize`.
 
     Limits of the plugin (hydra-submitit-launcher 1.2.0) that `trainyard sweep` does not have:
     - This process waits until all Slurm jobs have ended. If it dies they continue, but nobody collects their results.
@@ -68,10 +70,10 @@ def run_multirun(
     configs.register_options(load_family(jobs_dir, preset.parent.name, "config").Config)
     family, jobs_dir, runs_dir = preset.parent.name, jobs_dir.resolve(), runs_dir.resolve()
 
-    def train(tree: DictConfig) -> None:
+    def train(tree: DictConfig) -> float | None:
         """Run one combination. Nested, so that it is pickled by value, with the paths in its closure."""
         config = configs.resolve(tree, f"job {job}")
-        _train(configs.apply_overrides(replace(config, job=job, family=family), []), jobs_dir, runs_dir)
+        return _train(configs.apply_overrides(replace(config, job=job, family=family), []), jobs_dir, runs_dir)
 
     def show(tree: DictConfig) -> None:
         configs.resolve(tree, f"job {job}")
@@ -90,9 +92,14 @@ def run_multirun(
     return 0
 
 
-def _train(config: TrainConfig, jobs_dir: Path, runs_dir: Path) -> None:
-    """Train in the process that the launcher started, in a run that a second start of the same job finds again."""
+def _train(config: TrainConfig, jobs_dir: Path, runs_dir: Path) -> float | None:
+    """Train in the process that the launcher started, in a run that a second start of the same job finds again.
+
+    Returns:
+        The best value of the metric that decides, for sweepers that search; None: no evaluation had a finite one.
+    """
     from trainyard.node.rank_task import execute
+    from trainyard.report.run_story import RunStory
     from trainyard.train.world import read_world
 
     started, environ = time.time(), dict(os.environ)  # this function is the entry point of the launcher's process
@@ -106,6 +113,8 @@ def _train(config: TrainConfig, jobs_dir: Path, runs_dir: Path) -> None:
     if code:
         resume = f"trainyard resume {quote_path(run)}"
         raise RuntimeError(f"{run}: ended with code {code}. Its log is {run}/log. Resume: {resume}")
+    best = RunStory.read(run).find_best_evaluation()
+    return None if best is None else float(best[1][best[0]])
 
 
 def _wait_for_run(run: Path) -> None:
