@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import trainyard
 from tests.training import FAMILIES
@@ -28,7 +29,9 @@ def test_importing_it_loads_nothing_and_a_wrong_name_says_which_there_are():
     code += f"print([name for name in {HIDDEN[:-1]!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.split("\n")[:2] == ["[]", "[]"], done.stderr
-    with pytest.raises(AttributeError, match=r"no attribute 'fit'\. It has: Run, UserError, __version__, run"):
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'fit'\. It has: Run, UserError, __version__, load_model, run"
+    ):
         trainyard.fit  # noqa: B018
     assert trainyard.UserError.__module__ == "trainyard.errors"
 
@@ -57,6 +60,14 @@ def test_a_run_says_its_status_and_its_metrics_as_arrays(stored):
     assert "NaN or infinite" in trainyard.Run("stripes/failed").why()
     with pytest.raises(trainyard.UserError, match="no run is 'nothing'"):
         trainyard.Run("nothing")
+
+
+def test_a_run_gives_its_module_in_evaluation_mode(stored):
+    for run in ("stripes/done", trainyard.Run("stripes/done")):
+        module = trainyard.load_model(run, jobs=FAMILIES)
+        assert not any(layer.training for layer in module.modules())
+        rows = module.predict({"image": torch.zeros(3, 1, 16, 16), "sample_id": torch.arange(3)})
+        assert rows["chosen"].shape == (3,)
 
 
 def test_a_mistake_is_the_message_of_the_command(tmp_path, monkeypatch):

@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainyard.api import Run, run
+    from trainyard.api import Run, load_model, run
     from trainyard.errors import UserError
 
 __version__ = "0.1.0"
-__all__ = ["Run", "UserError", "__version__", "run"]
+__all__ = ["Run", "UserError", "__version__", "load_model", "run"]
 
 
 def __getattr__(name: str) -> Any:

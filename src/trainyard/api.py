@@ -1,7 +1,7 @@
-"""What a notebook or a script uses: `trainyard.run(job, **options)` and `trainyard.Run(path)`.
+"""What a notebook or a script uses: `trainyard.run(job, **options)`, `trainyard.Run(path)`, `trainyard.load_model`.
 
-Each call is the command of that name, in a process of its own: the kernel loads no torch and holds no GPU. Importing
-this loads nothing that takes time. Documentation: docs/notebooks.md
+Each call but the last is the command of that name, in a process of its own: the kernel loads no torch and holds no GPU.
+Importing this loads nothing that takes time. Documentation: docs/notebooks.md
 """
 
 import base64
@@ -28,6 +28,8 @@ from trainyard.text import cut, suggest_nearest
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from trainyard.train.module import TrainModule
 
 _POLL_S = 0.1
 _WIDTH = 110  # of the line that shows the progress
@@ -70,6 +72,39 @@ def run(
     words = ["run", job, *_format_options(options), "--name", path.name, "--runs", str(runs), *flags]
     _call([*words, *_format_ranks(gpus, cpu_ranks)], about=path)
     return Run(path)
+
+
+def load_model(run: "str | Path | Run", *, jobs: str | Path | None = None, runs: str | Path = "runs") -> "TrainModule":
+    """Return the module of a run with its final weights, in evaluation mode, on a GPU if there is one.
+
+    In this process: it loads torch and the family's code. The module knows no data set, so it
+    predicts (`module.predict(batch)`), and scores nothing.
+
+    Args:
+        run: its folder; a job, for that job's newest run; or the beginning of a run's name.
+        jobs: folder of families; None: the one that the run was started with.
+        runs: folder of runs.
+
+    Raises:
+        UserError: there is no such run, it has no checkpoint, the code at hand builds another model, or others can
+            change its family.
+    """
+    from trainyard.runs.families import find_families
+    from trainyard.runs.trust import require_trust
+    from trainyard.tools import trained_model
+
+    path = run.path if isinstance(run, Run) else Run(run, runs=runs).path
+    folder, is_named = (Path(jobs), False) if jobs is not None else find_families(path)
+    require_trust(
+        [path],
+        named=[folder] if is_named else [],
+        uses=[],
+        jobs_dir=folder,
+        is_chosen=lambda file: False,
+        trusted=False,
+        command=f"trainyard.load_model({str(run)!r}, jobs={str(folder)!r})",
+    )
+    return trained_model.load_model(path, folder, lists="").module
 
 
 class Run:

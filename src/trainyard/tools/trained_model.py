@@ -108,7 +108,7 @@ def load_model(
     """Load weights of a run without its packed data.
 
     Args:
-        lists: the function of the family's pack.py that lists new raw files.
+        lists: the function of the family's pack.py that lists new raw files; "": none is needed.
         entry: the checkpoint; None: the one that the run's test sets are scored with.
         on_cpu: compute in float32 on the CPU in plain memory layout, whatever the machine has and the run used.
 
@@ -123,7 +123,7 @@ def load_model(
 
     config = thaw(run / CONFIG, jobs_dir)
     pack = load_family(jobs_dir, config.family, "pack")
-    if not hasattr(pack, lists):
+    if lists and not hasattr(pack, lists):
         what = "predictions for a table" if lists == "unlabelled" else "evaluation of new folders"
         raise UserError(f"{config.family} has no {what}: its pack.py has no '{lists}'.")
     entry = choose_of_run(run) if entry is None else entry
