@@ -497,7 +497,7 @@ def test_any_error_of_one_sample_is_that_samples_with_its_place_in_the_code(tmp_
     task = ShardTask(tmp_path / "shard-00000.h5", listed, "", skip_bad=True, artifacts=None)
     written = write_shard(task, on_sample=lambda: None)
     assert written.count == 1 and [key for key, _ in written.bad] == ["b", "c"]
-    assert re.fullmatch(r"RuntimeError: of a library \(test_pack.py:\d+\)", written.bad[0][1])
+    assert re.fullmatch(r"RuntimeError: of a library \(\S+/test_pack.py:\d+\)", written.bad[0][1])
     with pytest.raises(MemoryError):
         write_shard(replace(task, samples=[Sample("d", partial(fail, MemoryError))]), on_sample=lambda: None)
 

@@ -1,6 +1,7 @@
-"""The exceptions a user sees as a line of text instead of a traceback."""
+"""The exceptions a user sees as a line of text instead of a traceback, and tracebacks of a family's code."""
 
 import re
+import traceback
 
 
 class UserError(ValueError):
@@ -75,6 +76,36 @@ class OutOfDeviceMemory(UserError):
         super().__init__(message)
         self.next_micro_batch_size = next_micro_batch_size
         self.details = details
+
+
+def list_family_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return where an exception passed through a family's code: code that is neither Trainyard's nor installed."""
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
+
+
+def find_place(error: BaseException) -> str:
+    """Return file and line of the last frame of an exception in a family's code, or else of the last one at all."""
+    place = (list_family_frames(error) or traceback.extract_tb(error.__traceback__))[-1]
+    return f"{place.filename}:{place.lineno}"
+
+
+def format_failure(error: BaseException) -> str:
+    """Return the frames of a family's code and where the exception was raised; of any other, the whole traceback."""
+    frames, last = list_family_frames(error), traceback.extract_tb(error.__traceback__)[-1:]
+    if not frames:
+        return "".join(traceback.format_exception(error)).rstrip()
+    frames += [frame for frame in last if _OWN.search(frame.filename)]
+    said = traceback.TracebackException.from_exception(error).format_exception_only()
+    return "".join(["In the family's code:\n", *traceback.format_list(frames), *said]).rstrip()
+
+
+def is_library(path: str) -> bool:
+    """Return whether a file in a traceback is of Python, of what is installed, or of Trainyard itself."""
+    return bool(_INSTALLED.search(path) or _OWN.search(path))
+
+
+_INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python3|^<")
+_OWN = re.compile(r"/trainyard/(\w+\.py$|(cli|cluster|config|data|launch|node|plan|report|runs|tools|train)/)")
 
 
 ALLOCATION_ERRORS = (RuntimeError, MemoryError)

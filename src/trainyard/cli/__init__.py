@@ -18,10 +18,10 @@ from loguru import logger
 from trainyard import __version__
 from trainyard.cli.verb import Parser, Verbs, choose_families
 from trainyard.config.families import list_roots
-from trainyard.errors import UserError
+from trainyard.errors import UserError, format_failure, list_family_frames
 from trainyard.files import report_full_disk
 from trainyard.hardware import set_openmp_wait_policy
-from trainyard.runs.state import choose_exit_code
+from trainyard.runs.state import ExitCode, choose_exit_code
 from trainyard.terminal import make_log_printable, say
 from trainyard.text import find_nearest
 
@@ -76,6 +76,11 @@ def _run_command(argv: Sequence[str] | None) -> int:
     except UserError as error:
         say(f"{type(error).__name__}: {error}", file=sys.stderr)
         return choose_exit_code(error)
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) or not list_family_frames(error):
+            raise
+        say(format_failure(error), file=sys.stderr)
+        return ExitCode.FAILED
     except KeyboardInterrupt:
         say("Interrupted. No file is half-written; the same command continues where this one stopped.", file=sys.stderr)
         return 130

@@ -192,6 +192,10 @@ def _train(run: Path, args: argparse.Namespace, count: int) -> int:
         code = _run_ranks(run, args, count)
         if _is_main():
             _print_outcome(run, code, args)
+    except Exception as error:
+        if not isinstance(error, UserError):
+            error.add_note(_name_why(run))
+        raise
     finally:
         if _is_main():
             update_board(run)
@@ -221,8 +225,11 @@ def _print_outcome(run: Path, code: int, args: argparse.Namespace) -> None:
     elif code in EXIT_CODES.values():
         say(f"Stopped and saved. Resume: trainyard resume {quote_path(run)}", file=sys.stderr)
     else:
-        name = quote_path(run)
-        say(f"Failed with code {code}. Why: trainyard why {name}. Resume: trainyard resume {name}", file=sys.stderr)
+        say(f"Failed with code {code}. {_name_why(run)}", file=sys.stderr)
+
+
+def _name_why(run: Path) -> str:
+    return f"Why: trainyard why {quote_path(run)}. Resume: trainyard resume {quote_path(run)}"
 
 
 def _apply_changes(

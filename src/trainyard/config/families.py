@@ -3,17 +3,20 @@
 import hashlib
 import importlib
 import importlib.util
+import pickle
+import random
 import shlex
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trainyard.errors import ConfigError, UserError
-from trainyard.text import find_nearest
+from trainyard.text import find_nearest, join_names
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED = _PACKAGE / "jobs"
@@ -145,6 +148,65 @@ def load_family(jobs_dir: Path, family: str, part: str) -> ModuleType:
     if part == "config" and not _is_config_type(module.Config):
         raise UserError(f"{file}: 'Config' is not a dataclass that extends TrainConfig. Expected {expected}.")
     return module
+
+
+def locate_code(function: Any) -> str:
+    """Return where a function or method of a family is written: 'jobs/mine/module.py:12: Model.forward'."""
+    while inner := getattr(function, "func", None) or getattr(function, "__wrapped__", None):  # a partial; decorated
+        function = inner
+    name = getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}: {name}" if code else name
+
+
+def require_mapping(function: Any, found: Any, expected: str, *, key: str = "") -> Mapping[str, Any]:
+    """Return what a function of a family returned.
+
+    Args:
+        expected: the rest of a sentence.
+        key: what has to be among the names.
+
+    Raises:
+        UserError: it is no mapping, or has no `key`.
+    """
+    if not isinstance(found, Mapping) or (key and key not in found):
+        named = isinstance(found, Mapping)
+        said = (join_names(list(map(str, found))) or "no names") if named else describe_value(found)
+        raise UserError(f"{locate_code(function)} returned {said}; expected {expected}.")
+    return found
+
+
+def describe_value(value: Any) -> str:
+    """Say what kind of value somebody's code returned: 'a tensor (4, 3) of float32'."""
+    if value is None:
+        return "nothing (is a `return` forgotten?)"
+    kind = {"Tensor": "a tensor", "Parameter": "a tensor", "ndarray": "an array"}.get(
+        type(value).__name__, type(value).__name__
+    )
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{kind} {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    return f"{kind} {value!r:.40}" if isinstance(value, int | float | str) else kind
+
+
+@contextmanager
+def refuse_own_randomness(where: str, instead: str) -> Iterator[None]:
+    """Refuse a block of a family's code that draws from Python's or NumPy's own random state, which no run seeds.
+
+    Args:
+        where: the beginning of the sentence.
+        instead: what to use.
+
+    Raises:
+        UserError: it does.
+    """
+    import numpy as np  # here, because status loads this file
+
+    before = random.getstate(), pickle.dumps(np.random.get_state())
+    yield
+    after = random.getstate(), pickle.dumps(np.random.get_state())
+    for name, one, other in zip(("Python's random", "numpy.random"), before, after, strict=True):
+        if one != other:
+            raise UserError(f"{where} draws from {name}, whose state no run seeds or saves. Use {instead}.")
 
 
 def import_root(root: Path) -> str:

@@ -42,7 +42,7 @@ from trainyard.files import (
     remove_partials,
     write_atomically,
 )
-from trainyard.text import format_override, quote_path
+from trainyard.text import format_override, join_names, quote_path
 
 _MOST_SAMPLES = 2048  # in a shard, however small: what a kill loses of each worker's work, and the workers share
 _LISTED_AT_ONCE = 4096  # part of the digest that names packed data: another number would pack everything again
@@ -409,6 +409,8 @@ def _write_index(file: h5py.File, written: Sequence[WrittenShard]) -> None:
                 "Delete it and run the same command again: the other shards are kept."
             )
     parts = [_read_part(shard.path) for shard in written]  # one after the other: a system allows few open files
+    for part in parts:
+        _refuse_other_records(parts[0], part)
     keys = [key for part in parts for key in part.columns[KEY]]
     twice = next((key for key, count in Counter(keys).items() if count > 1), None)
     if twice is not None:
@@ -420,14 +422,30 @@ def _write_index(file: h5py.File, written: Sequence[WrittenShard]) -> None:
         _join_column(file, name, [part.columns[name] for part in parts])
     for name in parts[0].records:
         group, records = file.create_group(f"records/{name}"), [part.records[name] for part in parts]
-        kinds = {(one["kind"], one["dtype"], _get_fixed_shape(one)) for one in records}
-        assert len(kinds) == 1, f"{name} differs between shards: {sorted(kinds)}"
         group.attrs.update(kind=records[0]["kind"], dtype=records[0]["dtype"])
         for place in _PLACES:
             group[place] = np.concatenate([one[place] for one in records])
 
 
 _PLACES = ("start", "size", "crc", "shape")
+
+
+def _refuse_other_records(first: "_Part", part: "_Part") -> None:
+    """Refuse a shard whose samples have other records or columns than those of the first."""
+    forms = [
+        {name: " (numbers)" if isinstance(column, np.ndarray) else " (texts)" for name, column in one.columns.items()}
+        | {name: f" ({r['kind']} {_get_fixed_shape(r)} of {r['dtype']})" for name, r in one.records.items()}
+        for one in (first, part)
+    ]
+    if forms[0] != forms[1]:
+        found, expected = (
+            join_names([f"{name}{form}" for name, form in one.items() if other.get(name) != form], most=3) or "fewer"
+            for one, other in (forms[::-1], forms)
+        )
+        raise PackError(
+            f"Sample '{part.columns[KEY][0]}' and those after it have {found}, and '{first.columns[KEY][0]}' has "
+            f"{expected}. All samples need the same records and columns."
+        )
 
 
 def _get_fixed_shape(records: dict[str, Any]) -> tuple[int, ...]:

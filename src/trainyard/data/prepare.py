@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from trainyard.config.compose import compose, find_differences
-from trainyard.config.families import load_family
+from trainyard.config.families import describe_value, load_family, locate_code, require_mapping
 from trainyard.config.settings import JPEG, KEEP, StoreSettings, TrainConfig
 from trainyard.data.generator import hash_generator, hash_packing
 from trainyard.data.raw import describe_unread, list_once, recall_listing, remember_listing
@@ -141,9 +141,15 @@ def _fit_artifacts(family: Any, raw: Path, config: TrainConfig, folder: Path) ->
 
     if not hasattr(family, "fit_artifacts"):
         return None
-    artifacts: Mapping[str, str] = (
-        read_index(folder).artifacts if (folder / INDEX).is_file() else family.fit_artifacts(raw, config)
-    )
+    if (folder / INDEX).is_file():
+        return read_index(folder).artifacts
+    artifacts = require_mapping(family.fit_artifacts, family.fit_artifacts(raw, config), "a text for each name")
+    for name, value in artifacts.items():
+        if not isinstance(value, str):
+            raise UserError(
+                f"{locate_code(family.fit_artifacts)}: '{name}' is {describe_value(value)}; expected a text, such as "
+                "json.dumps(...)."
+            )
     return artifacts
 
 
@@ -434,9 +440,25 @@ def _list_raw(config: TrainConfig, raw: Path, jobs_dir: Path, seen: "_Seen | Non
     """List a folder of raw files; return also the folder under `data.cache` that they are packed to."""
     from trainyard.data.pack import read_listing
 
-    samples = load_family(jobs_dir, config.family, "pack").samples(raw, config)
+    samples = _list_samples(load_family(jobs_dir, config.family, "pack"), raw, config)
     listing = read_listing(samples if seen is None else seen.watch(samples), _describe_packing(config, jobs_dir))
     return listing, Path(config.data.cache) / f"{config.family}-{listing.digest[:12]}"
+
+
+def _list_samples(pack: Any, raw: Path, config: TrainConfig) -> "Iterator[Sample]":
+    """Yield what `pack.samples` yields, which are samples."""
+    from trainyard.data.shards import Sample
+
+    found = pack.samples(raw, config)
+    if not isinstance(found, Iterable):
+        raise UserError(f"{locate_code(pack.samples)} returned {describe_value(found)}; expected it to yield Samples.")
+    for sample in found:
+        if not isinstance(sample, Sample):
+            raise UserError(f"{locate_code(pack.samples)} yielded {describe_value(sample)}; expected a Sample.")
+        if not isinstance(sample.key, str):
+            key = describe_value(sample.key)
+            raise UserError(f"{locate_code(pack.samples)}: the key of a Sample is {key}; expected text.")
+        yield sample
 
 
 def _name_remembered(config: TrainConfig, raw: Path, jobs_dir: Path) -> Path:

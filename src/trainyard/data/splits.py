@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
+from trainyard.config.families import require_mapping
 from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
 from trainyard.text import join_names
@@ -37,7 +38,9 @@ def find_splits(pack: ModuleType, data: Samples, config: TrainConfig) -> "dict[s
     import numpy as np  # here: submitting loads this file, and must respond quickly
 
     where, count = f"{pack.__file__}: splits", data.count
-    found = {name: np.asarray(ids) for name, ids in pack.splits(data.columns, data.vocabulary, config).items()}
+    returned = pack.splits(data.columns, data.vocabulary, config)
+    named = require_mapping(pack.splits, returned, "the sample ids of each set, (n,) int64, by its name")
+    found = {name: np.asarray(ids) for name, ids in named.items()}
     if _TRAIN not in found:
         raise UserError(f"{where}: expected a set 'train', found {join_names(list(found)) or 'none'}.")
     for name, ids in found.items():

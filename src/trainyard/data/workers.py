@@ -9,6 +9,7 @@ nothing behind.
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -23,7 +24,8 @@ from pathlib import Path
 
 from trainyard.config.families import get_aliases, import_aliases
 from trainyard.data.store import load_resizing
-from trainyard.data.write_shard import ShardTask, WrittenShard, write_shard
+from trainyard.data.write_shard import ShardTask, WrittenShard, locate_load, write_shard
+from trainyard.errors import UserError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
 """What a terminal and Slurm send to the whole tree: the packing process decides what follows."""
@@ -64,7 +66,7 @@ def write_shards(
         while busy or upcoming is not None:
             while idle and upcoming is not None:
                 connection = idle.pop()
-                with _explain_end(forker):
+                with _explain_end(forker), _explain_unpicklable(upcoming):
                     connection.send(upcoming)  # never blocks for long: the worker waits for it
                 busy[connection] = upcoming
                 upcoming = next(tasks, None)
@@ -90,6 +92,26 @@ def _explain_end(forker: BaseProcess) -> Iterator[None]:
         yield
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise _describe_end(forker) from None
+
+
+@contextmanager
+def _explain_unpicklable(task: ShardTask) -> Iterator[None]:
+    """Name the sample of a task that cannot be sent."""
+    try:
+        yield
+    except _UNPICKLABLE:
+        for sample in task.samples:
+            try:
+                pickle.dumps(sample)
+            except _UNPICKLABLE as error:
+                raise UserError(
+                    f"{locate_load(sample)} cannot be sent to the process that packs: {error}. Expected a function of "
+                    "the module, or functools.partial of one with plain values."
+                ) from None
+        raise
+
+
+_UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
 def _describe_end(forker: BaseProcess) -> WorkerEnded:

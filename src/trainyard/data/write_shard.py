@@ -5,11 +5,10 @@ import io
 import mmap
 import os
 import struct
-import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,18 @@ import simplejpeg
 from h5py import h5d, h5p, h5s, h5t
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from trainyard.config.families import describe_value, locate_code, refuse_own_randomness
 from trainyard.data.hdf5 import NUMBERS
 from trainyard.data.headers import BadRecord, read_audio_shape, read_image_shape
 from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, IMAGE, PCM, RAGGED
 from trainyard.data.shards import KEY, Audio, Loaded, Ragged, Sample
 from trainyard.data.store import InputStore, JpegStore, Store, find_region, scale_region
-from trainyard.errors import UserError
+from trainyard.errors import UserError, find_place
 from trainyard.files import DISK_FULL, FORMATS, PACKED_DATA, open_atomically
 from trainyard.text import join_names
 
+_SEEDED = "numpy.random.default_rng(seed) or random.Random(key)"
+_RESERVED = {"sample_id", "samples_seen", KEY}
 _ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 _JPEG_END = b"\xff\xd9"
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
@@ -206,7 +208,8 @@ def write_shard(task: ShardTask, *, on_sample: Callable[[], object]) -> WrittenS
     first: Loaded = {}
     for sample in task.samples:
         try:
-            loaded = sample.load() if task.artifacts is None else sample.load(task.artifacts)
+            with nullcontext() if first else refuse_own_randomness(locate_load(sample), _SEEDED):
+                loaded = sample.load() if task.artifacts is None else sample.load(task.artifacts)
             _check_loaded(sample, loaded, first)
             first = first or loaded
             measured = _measure({**sample.columns, **loaded, KEY: sample.key}, task.store)
@@ -222,38 +225,59 @@ def write_shard(task: ShardTask, *, on_sample: Callable[[], object]) -> WrittenS
     return WrittenShard(task.path, _write_file(task.path, rows), len(rows), bad)
 
 
+def locate_load(sample: Sample) -> str:
+    """Return where the function is written that loads a sample, and the sample's key."""
+    return f"{locate_code(sample.load)} of sample '{sample.key}'"
+
+
 def _check_loaded(sample: Sample, loaded: Any, first: Loaded) -> None:
     """Raise a UserError about the family's code unless `load` returned what can be packed, as for the first sample."""
-    load = sample.load
-    while isinstance(load, partial):
-        load = load.func
-    code = getattr(load, "__code__", None)
-    where = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
-    where += f"{getattr(load, '__name__', 'load')} of sample '{sample.key}'"
+    where = locate_load(sample)
     if not isinstance(loaded, dict):
         raise UserError(f"{where} returned {type(loaded).__name__}; expected a dict of records and columns by name.")
     if first and list(loaded) != list(first):
         raise UserError(f"{where} returned {join_names(list(loaded))}, and of the first {join_names(list(first))}.")
-    for name, value in loaded.items():
-        if not isinstance(value, bytes | np.ndarray | Ragged | Audio | int | float | str | np.generic):
+    for name, value in {**sample.columns, **loaded}.items():
+        if name in _RESERVED:
+            raise UserError(f"{where}: '{name}' is reserved: a batch has it already. Choose another name.")
+        if not (form := _describe_form(value)):
+            found = describe_value(value) if isinstance(value, np.ndarray) else type(value).__name__
             raise UserError(
-                f"{where}: '{name}' is {type(value).__name__}; expected an image's bytes, a NumPy array, Ragged, "
-                "Audio, a number or text."
+                f"{where}: '{name}' is {found}; expected an image's bytes, a NumPy array of numbers, Ragged, Audio, a "
+                "number or text."
             )
-        other = first.get(name)
+        other = first.get(name, value)
         if isinstance(value, np.ndarray) and isinstance(other, np.ndarray) and value.shape != other.shape:
             raise UserError(
                 f"{where}: '{name}' has the shape {value.shape}, and of the first {other.shape}. Wrap arrays that vary "
                 "in their first axis: Ragged(array)"
             )
+        if form != (of_first := _describe_form(other)):
+            raise UserError(f"{where}: '{name}' is {form}, and of the first {of_first}. All samples need the same.")
+
+
+def _describe_form(value: Any) -> str:
+    """Say what all samples must have in common in a record or a column; "" if it cannot be packed."""
+    if isinstance(value, np.ndarray):
+        return f"an array {value.shape}" if value.dtype.name in NUMBERS else ""
+    if isinstance(value, Ragged):
+        array = value.values
+        is_packable = isinstance(array, np.ndarray) and array.ndim and array.dtype.name in NUMBERS
+        return f"Ragged {('n', *array.shape[1:])} of {array.dtype}".replace("'", "") if is_packable else ""
+    if isinstance(value, Audio):
+        pcm = value.data
+        is_pcm = isinstance(pcm, np.ndarray) and pcm.dtype == np.int16 and pcm.ndim == 1
+        return "Audio of a file" if isinstance(pcm, bytes) else "Audio of samples" if is_pcm else ""
+    kinds = {bytes: "bytes of an image", str: "text"}
+    named = next((said for kind, said in kinds.items() if isinstance(value, kind)), "")
+    return named or ("a number" if isinstance(value, int | float | np.number | np.bool_) else "")
 
 
 def _describe_error(error: Exception) -> str:
     """Say why a sample is bad; of an error that no loader expects also the place in the code."""
     if isinstance(error, BadRecord | OSError):
         return str(error) or type(error).__name__
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+    return f"{type(error).__name__}: {error} ({find_place(error)})"
 
 
 def _join(blobs: dict[str, _JoinedBlobs], name: str, value: _Value | _Blob) -> _Value | _JoinedBlobs:
@@ -356,7 +380,6 @@ def _write_rows(file: h5py.File, rows: list[_Row]) -> list[_Region]:
     """Write one column or one set of records per name, the records' bytes left out; all samples have the same names."""
     columns, records = file.create_group("columns"), file.create_group("records")  # implicit groups store the time
     names = list(rows[0])
-    assert not {"sample_id", "samples_seen"} & set(names), "reserved names of a batch"
     for row in rows:
         assert list(row) == names, f"{row[KEY]!r} has {list(row)}, the samples before it {names}"
     regions = []

@@ -69,6 +69,7 @@ def build_context(
     from trainyard.data.shards import ShardSet
     from trainyard.data.splits import find_splits
     from trainyard.train import distributed
+    from trainyard.train.contract import build_module
     from trainyard.train.module import DataInfo
     from trainyard.train.run_context import RunContext
 
@@ -90,7 +91,7 @@ def build_context(
         _record_data(run, choices, config.data.path, data, {name: len(ids) for name, ids in splits.items()})
     torch.manual_seed(config.seed)
     info = DataInfo.from_shards(data, splits["train"])
-    module = load_family(jobs_dir, config.family, "module").build(config, info)
+    module = build_module(jobs_dir, config, info)
     if world.is_main:
         _warn_of_batch(run, config, module, choices, world, samples=len(splits["train"]))
         warn_of_few_samples(config, {name: len(ids) for name, ids in splits.items()}, jobs_dir)

@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from trainyard.config.compose import freeze, thaw
 from trainyard.config.duration import Duration
 from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import StopRequested, is_packed, prepare_data, restore_source, verify_packed
-from trainyard.errors import DiskError, DiskFull, OutOfDeviceMemory, UserError
+from trainyard.errors import DiskError, DiskFull, OutOfDeviceMemory, UserError, format_failure
 from trainyard.files import AppendedFile, limit_writers, report_full_disk, write_atomically
 from trainyard.hardware import (
     set_openmp_wait_policy,
@@ -187,7 +186,7 @@ def _end_process(run: Path, error: BaseException, *, is_main: bool) -> NoReturn:
     elif classify_error(error) == Cause.LOST_PEER:
         say(f"Another rank has failed: trainyard why {quote_path(run)}", file=sys.stderr)
     else:
-        traceback.print_exception(error)
+        say(format_failure(error), file=sys.stderr)
     if is_main:
         from trainyard.report.board import update_board
 

@@ -26,6 +26,7 @@ from trainyard.errors import UserError
 from trainyard.hardware import Precision, get_gpu
 from trainyard.plan.memory import StepConfig, StepPrediction, choose_fit, find_cache, open_cache
 from trainyard.terminal import say
+from trainyard.train.contract import build_module
 from trainyard.train.module import DataInfo, TrainModule
 from trainyard.train.precision import make_autocast
 from trainyard.train.run_context import TRAIN
@@ -94,7 +95,7 @@ class Predictor:
         if recompute not in self._modules:
             config = replace(self.config, gradient_checkpointing=recompute)
             info = DataInfo.from_shards(self.data, self.train_ids)
-            self._modules[recompute] = load_family(self.jobs_dir, config.family, "module").build(config, info)
+            self._modules[recompute] = build_module(self.jobs_dir, config, info)
         layout: Any = torch.channels_last if setting.channels_last else torch.contiguous_format
         return self._modules[recompute].to(memory_format=layout)  # type: ignore[call-overload, no-any-return]
 

@@ -30,6 +30,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from trainyard.cluster.query import SlurmJob
+from trainyard.errors import is_library
 from trainyard.files import read_file
 from trainyard.runs.events import EXTENDED
 from trainyard.runs.folder import format_run_name
@@ -336,8 +337,7 @@ def _describe_rank_error(error: RankError) -> Fault:
 def _find_failing_line(traceback: str) -> str:
     """Return file, line and text of the last traceback frame in the user's code, or of the last frame at all."""
     frames = re.findall(r'^  File "([^"]+)", line (\d+), in (\S+)\n(?:    (?![\^~ ])(.*)\n)?', traceback, re.MULTILINE)
-    library = re.compile(r"/(site|dist)-packages/|/lib/python3|/trainyard/(data|train|launch|tools|cli)/|^<")
-    user_frames = [frame for frame in frames if not library.search(frame[0])]
+    user_frames = [frame for frame in frames if not is_library(frame[0])]
     if not frames:
         return ""
     path, line, function, text = (user_frames or frames)[-1]

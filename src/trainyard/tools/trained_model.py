@@ -249,7 +249,9 @@ def _place_module(model: TrainedModel, module: "TrainModule") -> "TrainModule":
 def _build_module(
     config: TrainConfig, jobs_dir: Path, saved: "Mapping[str, torch.Tensor]", info: "DataInfo"
 ) -> "TrainModule":
-    module: TrainModule = load_family(jobs_dir, config.family, "module").build(config, info)
+    from trainyard.train.contract import build_module
+
+    module = build_module(jobs_dir, config, info)
     left_out = module.training_only
     try:
         weights = {name: value for name, value in saved.items() if not name.startswith(left_out)}

@@ -1,37 +1,87 @@
 """Checks what a family's module returns the first time that it is called, and names the family's file and line."""
 
+import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 from loguru import logger
 from torch import Tensor, nn
 
+from trainyard.config.families import describe_value, load_family, locate_code, refuse_own_randomness, require_mapping
+from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
 from trainyard.text import join_names
+from trainyard.train.module import Batch, DataInfo, Signature, TrainModule
 
-_FORWARD = 'expected {"loss": () of the graph, ...}, each a scalar tensor'
-_PREDICT = 'expected {"sample_id": (B,), ...}, each a tensor with a row for each of the B samples'
+_FORWARD = '{"loss": () of the graph, ...}, each a scalar tensor'
+_PREDICT = '{"sample_id": (B,), ...}, each a tensor with a row for each of the B samples'
+_SEEDED = "torch's, which is seeded for each step, or the batch's `noise`"
+_TRAINING_ONLY = ("noise", "samples_seen")
 
 
-def find_method(module: nn.Module, name: str) -> str:
-    """Return where a method of a module is written: 'jobs/mine/module.py:12: Model.forward'."""
-    kind = type(module)
-    method = inspect.unwrap(getattr(kind, name))
-    return f"{inspect.getsourcefile(method)}:{method.__code__.co_firstlineno}: {kind.__name__}.{name}"
+def build_module(jobs_dir: Path, config: TrainConfig, info: DataInfo) -> TrainModule:
+    """Build the module of a family.
+
+    Raises:
+        UserError: `build` returns something else.
+    """
+    build = load_family(jobs_dir, config.family, "module").build
+    module = build(config, info)
+    if not isinstance(module, TrainModule):
+        raise UserError(f"{locate_code(build)} returned {describe_value(module)}; expected a TrainModule.")
+    return module
+
+
+def copy_module(module: TrainModule) -> TrainModule:
+    """Copy a module.
+
+    Raises:
+        UserError: a part of it cannot be copied, such as a lock or an open file.
+    """
+    try:
+        return copy.deepcopy(module)
+    except (TypeError, ValueError, AttributeError, RuntimeError):
+        for layer in module.modules():
+            for name, value in vars(layer).items():
+                if not name.startswith("_"):
+                    _require_copy(type(layer), name, value)
+        raise
+
+
+def _require_copy(kind: type, name: str, value: Any) -> None:
+    try:
+        copy.deepcopy(value)
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise UserError(
+            f"{inspect.getfile(kind)}: {kind.__name__}: '{name}' is {type(value).__name__}, which cannot be copied, as "
+            f"averaging weights and trying a batch need: {error}. Make it where it is used"
+        ) from None
+
+
+def compute_first_losses(
+    module: TrainModule, model: Callable[[Batch], dict[str, Tensor]], batch: Batch
+) -> dict[str, Tensor]:
+    """Return what `forward` returns for the first batch, of `model`: the module, or what wraps it.
+
+    Raises:
+        UserError: it is not scalar tensors with a loss that has a gradient, or is random in a way that no run repeats.
+    """
+    with refuse_own_randomness(locate_code(module.forward), _SEEDED):
+        losses = model(batch)
+    check_losses(module, losses)
+    return losses
 
 
 def check_losses(module: nn.Module, found: Any) -> None:
     """Raise a UserError unless `forward` returned scalar tensors with a loss that has a gradient."""
-    where = find_method(module, "forward")
-    if not isinstance(found, Mapping):
-        raise UserError(f"{where} returned {_describe(found)}; {_FORWARD}.")
-    if "loss" not in found:
-        raise UserError(f"{where} returned {join_names(list(map(str, found))) or 'nothing'}; {_FORWARD}.")
-    for name, value in found.items():
+    where = locate_code(module.forward)
+    for name, value in require_mapping(module.forward, found, _FORWARD, key="loss").items():
         if not isinstance(value, Tensor) or value.ndim:
-            raise UserError(f"{where}: '{name}' is {_describe(value)}; {_FORWARD}.")
+            raise UserError(f"{where}: '{name}' is {describe_value(value)}; expected {_FORWARD}.")
     if not found["loss"].requires_grad:
         raise UserError(
             f"{where}: the loss has no gradient. Do not detach it, compute it from tensors, and leave some parameter "
@@ -49,7 +99,7 @@ def check_gradients(module: nn.Module, *, world_size: int) -> None:
     if not unused:
         return
     said = (
-        f"{find_method(module, 'forward')}: its loss gives {join_names(unused)} no gradient, so "
+        f"{locate_code(module.forward)}: its loss gives {join_names(unused)} no gradient, so "
         f"{'it does' if len(unused) == 1 else 'they do'} not train. Use, remove or freeze what is not needed: "
         "parameter.requires_grad_(False)"
     )
@@ -58,40 +108,63 @@ def check_gradients(module: nn.Module, *, world_size: int) -> None:
     logger.warning(said)
 
 
+@torch.inference_mode()
+def try_predict(module: TrainModule, batch: Batch, autocast: Callable[[], AbstractContextManager[None]]) -> None:
+    """Check what `predict` returns for two samples, on a copy of the module, without what only training batches have.
+
+    Raises:
+        UserError: it is not a row for each sample, or is not what `describe_predict` says.
+    """
+    tried = copy_module(module).eval()
+    given = {name: values[:2].clone() for name, values in batch.items() if name not in _TRAINING_ONLY}
+    with autocast():
+        rows = tried.predict(dict(given))
+    check_rows(tried, rows, len(given["sample_id"]))
+    if type(tried).describe_predict is TrainModule.describe_predict:
+        return
+    described, where = tried.describe_predict(), locate_code(tried.describe_predict)
+    if not isinstance(described, Signature):
+        raise UserError(f"{where} returned {describe_value(described)}; expected a Signature.")
+    for named, known, what in (
+        (described.outputs, rows, "predict returns"),
+        (described.inputs, given, "a batch has"),
+    ):
+        if unknown := [name for name in named if name not in known]:
+            raise UserError(f"{where} names {join_names(unknown)}, but {what} {join_names(list(known), most=20)}.")
+
+
 def check_rows(module: nn.Module, found: Any, samples: int) -> None:
     """Raise a UserError unless `predict` returned a row for each of the batch's samples."""
-    where = find_method(module, "predict")
-    if not isinstance(found, Mapping):
-        raise UserError(f"{where} returned {_describe(found)}; {_PREDICT}.")
-    if "sample_id" not in found:
-        raise UserError(f"{where} returned {join_names(list(map(str, found))) or 'nothing'}; {_PREDICT}.")
-    for name, value in found.items():
+    for name, value in require_mapping(module.predict, found, _PREDICT, key="sample_id").items():
         if not isinstance(value, Tensor) or value.shape[:1] != (samples,):
-            raise UserError(f"{where}: '{name}' is {_describe(value)} for a batch of {samples}; {_PREDICT}.")
+            where = locate_code(module.predict)
+            raise UserError(
+                f"{where}: '{name}' is {describe_value(value)} for a batch of {samples}; expected {_PREDICT}."
+            )
 
 
-def check_metrics(module: nn.Module, found: Any) -> dict[str, float]:
-    """Return the metrics that `score` returned.
+def check_metrics(score: Callable[..., Any], found: Any) -> dict[str, float]:
+    """Return the metrics that a method such as `score` returned.
 
     Raises:
         UserError: they are no numbers by name.
     """
-    where = find_method(module, "score")
-    if not isinstance(found, Mapping):
-        raise UserError(f"{where} returned {_describe(found)}; expected a number for each metric, by its name.")
     metrics = {}
-    for name, value in found.items():
+    for name, value in require_mapping(score, found, "a number for each metric, by its name").items():
         try:
             metrics[name] = float(value)
         except (TypeError, ValueError, RuntimeError):
-            raise UserError(f"{where}: '{name}' is {_describe(value)}; expected a number.") from None
+            raise UserError(f"{locate_code(score)}: '{name}' is {describe_value(value)}; expected a number.") from None
     return metrics
 
 
-def _describe(value: Any) -> str:
-    if value is None:
-        return "nothing (is a `return` forgotten?)"
-    if isinstance(value, Tensor | np.ndarray):
-        kind = "a tensor" if isinstance(value, Tensor) else "an array"
-        return f"{kind} {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
-    return f"{type(value).__name__} {value!r:.40}" if isinstance(value, int | float | str) else type(value).__name__
+def check_figures(draw: Callable[..., Any], found: Any) -> dict[str, bytes]:
+    """Return the images that `report_figures` or `sample_figures` returned.
+
+    Raises:
+        UserError: they are no PNG files by title.
+    """
+    for title, png in require_mapping(draw, found, "the bytes of a PNG for each title").items():
+        if not isinstance(png, bytes) or not png.startswith(b"\x89PNG"):
+            raise UserError(f"{locate_code(draw)}: '{title}' is {describe_value(png)}; expected the bytes of a PNG.")
+    return dict(found)

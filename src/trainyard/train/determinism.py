@@ -1,6 +1,5 @@
 """Decides once for a run which operators of its step may be nondeterministic; every attempt keeps to the decision."""
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from trainyard.runs.folder import read_env, update_env
 from trainyard.runs.history import read_object
 from trainyard.text import quote_path
 from trainyard.train import distributed, precision
-from trainyard.train.contract import check_losses
+from trainyard.train.contract import compute_first_losses, copy_module
 from trainyard.train.module import TrainModule
 from trainyard.train.out_of_memory import name_phase
 
@@ -137,11 +136,10 @@ def _try_micro_batch(
 
     def compute_gradient() -> None:
         batch = {name: values.clone() for name, values in peek().batch.items()}
-        tried = copy.deepcopy(module)
+        tried = copy_module(module)
         with autocast(), seen:
-            check_losses(tried, parts := tried(batch))
-            loss = parts["loss"]
-        loss.backward()
+            loss = compute_first_losses(tried, tried, batch)["loss"]
+        loss.backward()  # type: ignore[no-untyped-call]
 
     with name_phase("trial of the first micro-batch"):
         operators = precision.find_nondeterministic_operators(compute_gradient)

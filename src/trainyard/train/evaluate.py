@@ -15,7 +15,7 @@ from trainyard.data.loader import Loader
 from trainyard.errors import ALLOCATION_ERRORS, is_out_of_memory
 from trainyard.runs import pair_scores
 from trainyard.train import distributed
-from trainyard.train.contract import check_metrics, check_rows
+from trainyard.train.contract import check_figures, check_metrics, check_rows
 from trainyard.train.data_parallel import share_saved_buffers
 from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, TrainModule
 from trainyard.train.out_of_memory import EVALUATION, halve, name_phase, release_memory
@@ -56,7 +56,9 @@ def evaluate(
         module.eval()  # figures and baselines, too, are of samples that nothing augments
         metrics = score_rows(module, rows, with_intervals=save_figures is not None)
         if save_figures is not None:
-            save_figures(module.report_figures(rows), module.sample_figures(rows) if with_samples else {})
+            figures = check_figures(module.report_figures, module.report_figures(rows))
+            samples = module.sample_figures(rows) if with_samples else {}
+            save_figures(figures, check_figures(module.sample_figures, samples))
         if compare is not None:
             compare(rows)
         module.train(was_training)
@@ -80,9 +82,9 @@ def _read_batches(loader: Loader, ids: np.ndarray, batch_size: int) -> Iterator[
 
 def score_rows(module: TrainModule, rows: Rows, *, with_intervals: bool) -> dict[str, float]:
     """Return the metrics of a whole set; the ends of their intervals after them, because resampling takes long."""
-    metrics = check_metrics(module, module.score(rows))
+    metrics = check_metrics(module.score, module.score(rows))
     if with_intervals:
-        metrics = metrics | module.compute_intervals(rows)
+        metrics |= check_metrics(module.compute_intervals, module.compute_intervals(rows))
         if names := find_constant_outputs(module, rows):
             logger.warning(
                 "{}: the same for all {} samples, so the network ignores what it sees. Usual causes: too few steps, a "
@@ -90,7 +92,7 @@ def score_rows(module: TrainModule, rows: Rows, *, with_intervals: bool) -> dict
                 ", ".join(names),
                 len(rows[SAMPLE_ID]),
             )
-    return {name: float(value) for name, value in metrics.items()}
+    return metrics
 
 
 def find_constant_outputs(module: TrainModule, rows: Rows) -> list[str]:

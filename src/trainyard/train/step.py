@@ -1,6 +1,5 @@
 """One optimizer step, and the state it changes."""
 
-import copy
 import inspect
 import itertools
 import math
@@ -22,7 +21,7 @@ from trainyard.errors import UserError
 from trainyard.text import join_names
 from trainyard.train import distributed
 from trainyard.train.best import Plateau
-from trainyard.train.contract import check_gradients, check_losses
+from trainyard.train.contract import check_gradients, compute_first_losses, copy_module
 from trainyard.train.data_parallel import BatchNorm, leave_out_of_statistics
 from trainyard.train.distributed import average_rows
 from trainyard.train.module import TrainModule
@@ -154,14 +153,14 @@ def compute_gradients(
     state.begin_step()
     losses: dict[str, Tensor] = {}
     wait_s = 0.0
+    is_first = state.progress.step == 0
+    compute_losses = partial(compute_first_losses, state.module, state.model) if is_first else state.model
     for micro_batch in micro_batches:
         wait_s += micro_batch.wait_s
         counted = nullcontext() if micro_batch.weight else leave_out_of_statistics(state.module)
         with _sync_gradients_if(state.model, micro_batch.last), counted:
             with name_phase("forward pass"), autocast():
-                parts = state.model(micro_batch.batch)
-            if state.progress.step == 0:
-                check_losses(state.module, parts)
+                parts = compute_losses(micro_batch.batch)
             with name_phase("backward pass"):
                 state.scaler.scale(parts["loss"] * (micro_batch.weight * world_size)).backward()  # type: ignore[no-untyped-call]
         for name, value in parts.items():
@@ -225,12 +224,15 @@ def list_groups(module: TrainModule, weight_decay: float) -> list[dict[str, Any]
         )
     if repeated := [name for name, parameter in module.named_parameters() if counts[id(parameter)] > 1]:
         raise UserError(f"{where}: {join_names(repeated)}: in two groups. Put each parameter into one.")
+    if not any(group["params"] for group in groups):
+        kind = type(module)
+        raise UserError(f"{inspect.getfile(kind)}: {kind.__name__} has no parameter that can train. Unfreeze some.")
     return [group for group in groups if group["params"]]
 
 
 def copy_for_average(module: TrainModule) -> TrainModule:
     """Copy a module to hold averaged weights: without gradients, in evaluation mode."""
-    return copy.deepcopy(module).requires_grad_(False).eval()
+    return copy_module(module).requires_grad_(False).eval()
 
 
 def enable_activation_checkpointing(module: TrainModule) -> int:

@@ -25,6 +25,7 @@ from trainyard.text import quote_path
 from trainyard.train import checkpoint, distributed, precision
 from trainyard.train.best import explain_equals, is_better, require_metrics
 from trainyard.train.console import ProgressBar, format_line
+from trainyard.train.contract import try_predict
 from trainyard.train.data_parallel import hash_constant_buffers, refuse_differing_buffers
 from trainyard.train.determinism import (
     choose_determinism,
@@ -176,7 +177,7 @@ class Trainer:
         bar = ProgressBar(self.total_steps, step=progress.step, show=self.context.world.is_main)
         try:
             with self.meter.pause():
-                micro_batches = self._choose_determinism(stream)
+                micro_batches = self._try_first_batch(stream)
             if self.context.precision.compile:
                 self._beat("compiling", now=True)  # in the first step
             while True:
@@ -215,16 +216,19 @@ class Trainer:
             bar.close()
             self.agreement.settle()
 
-    def _choose_determinism(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Choose how deterministic this run is, and record it; return the stream with all its micro-batches."""
+    def _try_first_batch(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Check the module, and choose and record how deterministic this run is; return all micro-batches."""
         context = self.context
         peeked: list[MicroBatch] = []
 
         def peek() -> MicroBatch:
-            first = next(read_one_step(stream, self.state.progress.samples_seen, context.device))
-            peeked.append(replace(first, wait_s=0.0))  # waited for already, while the meter is paused
-            return first
+            if not peeked:
+                first = next(read_one_step(stream, self.state.progress.samples_seen, context.device))
+                peeked.append(replace(first, wait_s=0.0))  # waited for already, while the meter is paused
+            return peeked[0]
 
+        if self.state.progress.step == 0 and len(context.splits) > 1:
+            try_predict(self.state.module, peek().batch, self.autocast)
         findings = None
         if self.config.deterministic:
             findings = choose_determinism(
