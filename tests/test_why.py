@@ -174,6 +174,22 @@ def test_a_rank_that_hung_is_named_whatever_the_others_say(folder, no_slurm):
     assert "see where in the stacks" in output.splitlines()[-1]
 
 
+def test_a_command_that_a_node_does_not_have_is_named_with_the_node(folder, no_slurm):
+    folder.begin(NOW - 900)
+    folder.append_stderr(
+        "slurmstepd: error: execve(): apptainer: No such file or directory\n"
+        "srun: error: a100-0: tasks 0-1: Exited with exit code 2\n"
+    )
+    folder.end(NOW - 800, 2, "no_progress", "stop")
+    first, *lines, last = explain_run(folder.run).splitlines()
+    assert ": failed: a command of the site was not found, on a100-0; no progress" in first
+    assert "on a100-0: there is no apptainer" in lines and "cause: a command of the site was not found" in lines
+    assert last == (
+        f"next: have that node provide it, or correct setup, python or container in the cluster file, then: "
+        f"trainyard resume {folder.run}"
+    )
+
+
 def test_why_reports_nothing_wrong_for_a_running_run(folder, no_slurm):
     folder.begin(time.time() - 100)
     folder.write_heartbeat(time.time())

@@ -267,6 +267,45 @@ def test_options_that_srun_does_not_know_end_the_run_with_its_sentence(host: Hos
     assert last["reason"] == "srun did not start the ranks: unrecognized option '--container-image=x'"
 
 
+SRUN_FOUND_NO_COMMAND = """\
+slurmstepd-a100-0: error: execve(): apptainer: No such file or directory
+slurmstepd-a100-0: error: execve(): apptainer: No such file or directory
+srun: error: a100-0: tasks 0-1: Exited with exit code 2
+srun: launch/slurm: _step_signal: Terminating StepId=26553699.0
+"""
+NODE_SETUP_FOUND_NO_COMMAND = """\
+/usr/bin/bash: line 2: enroot: command not found
+srun: error: a100-0: task 0: Exited with exit code 127
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "reason"),
+    [
+        (2, SRUN_FOUND_NO_COMMAND, "exit code 2: apptainer was not found on a100-0"),
+        (127, NODE_SETUP_FOUND_NO_COMMAND, "exit code 127: enroot was not found on a100-0"),
+    ],
+)
+def test_a_command_that_a_node_does_not_have_is_no_error_of_the_user(code: int, said: str, reason: str, host: Host):
+    ends = []
+    for _ in range(2):
+        assert host.source("begin") == 0
+        with (host.scripts / "7_0_log.err").open("a") as log:
+            log.write(said)
+        assert host.source("end", code) == code
+        ends.append(host.read_lines()[-1])
+        host.restarts += 1
+    assert [(end["cause"], end["action"]) for end in ends] == [("crash", "requeue"), ("no_progress", "stop")]
+    assert ends[0]["reason"] == reason
+
+
+def test_an_error_of_the_user_is_one_that_a_rank_has_noted(host: Host):
+    assert host.source("begin") == 0
+    (host.run / "slurm" / "left-7-0").write_text(f"{ExitCode.USER_ERROR}\n")
+    assert host.source("end", 1) == ExitCode.USER_ERROR
+    assert (host.read_lines()[-1]["cause"], host.read_lines()[-1]["action"]) == ("user_error", "stop")
+
+
 @pytest.mark.parametrize(
     ("code", "said"), [(137, "killed by signal 9"), (255, "exit code 255"), (213, "exit code 213")]
 )

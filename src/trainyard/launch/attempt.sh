@@ -53,7 +53,8 @@ ty_end() { # SRUN_EXIT_CODE
     fi
     case $code in
         "$TY_DONE") ty_stop "$ty_attempt" "$code" "done" "" ;;
-        "$TY_USER_ERROR") ty_stop "$ty_attempt" "$code" user_error "it would happen again" ;;
+        "$TY_USER_ERROR") # srun has the same code for a command that it does not find: then no rank has left a note
+            [ ! -s "$ty_folder/left-$TRAINYARD_ATTEMPT" ] || ty_stop "$ty_attempt" "$code" user_error "it would happen again" ;;
         "$TY_MAX_RUNTIME") ty_stop "$ty_attempt" "$code" max_runtime "max_runtime is over" ;;
         "$TY_INTERRUPTED") ty_stop "$ty_attempt" "$code" interrupted "SIGINT" ;;
     esac
@@ -253,6 +254,7 @@ ty_is_limit_near() { # Slurm's warning comes up to a minute early
 ty_describe_exit() { # CODE: with what the first rank that failed said, or else srun
     local said
     said=$(cat "$TRAINYARD_RUN/errors/$TRAINYARD_ATTEMPT"-rank*.json 2>/dev/null | sed -n 's/\\[nt]/ /g; s/^  "message": "\(.*\)",$/\1/p' | head -n 1)
+    [[ -n $said || ! $1 =~ ^(2|127)$ ]] || said=$(ty_find_missing)
     said=$(ty_make_plain "${said:-$(ty_read_srun)}")
     [ -n "$said" ] || [ -e "$ty_folder/started-$TRAINYARD_ATTEMPT" ] \
         || said="setup or node_setup in the cluster file ended it, before the ranks"
@@ -269,6 +271,14 @@ ty_has_failed() { # whether a rank recorded an error of its own that ended it
 
 ty_is_misused() { # whether srun said that it does not know an option: it would say so again
     [[ $(ty_read_srun) =~ (unrecognized|unknown|invalid|ambiguous)\ option|option\ .*\ (requires|doesn) ]]
+}
+
+ty_find_missing() { # which command the site's lines or srun did not find, and on which node
+    local log what node
+    log=$(ty_read_log "$ty_attempt")
+    what=$(sed -nE 's/^slurmstepd.* execve\(\): (.*): No such .*/\1/p; s/.*: line [0-9]+: (.*): command not found$/\1/p' <<<"$log" | head -n 1)
+    node=$(sed -nE 's/^srun: error: (\S+): tasks? .*/\1/p' <<<"$log" | head -n 1)
+    printf %s "${what:+$what was not found on ${node:-$SLURM_JOB_NODELIST}}"
 }
 
 ty_read_srun() { # the last that srun said in this attempt

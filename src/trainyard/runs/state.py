@@ -47,6 +47,7 @@ class Cause(StrEnum):
     NOT_FINITE = "not_finite", "NaN or infinite gradients"
     DISK_FULL = "disk_full", "disk full or read-only"
     DISK_ERROR = "disk_error", "an error of the disk, or of the network to it"
+    NO_COMMAND = "no_command", "a command of the site was not found"
     LOST_PEER = "lost_peer", "a rank was lost"
     BUG = "bug", "an error in the code"
     USER_ERROR = "user_error", "user error"

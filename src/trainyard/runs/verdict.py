@@ -17,9 +17,10 @@ Evidence for the cause of a failure, strongest first (`find_first_fault`):
 1. the error that a rank recorded, or that another recorded of it because it was killed or hung; unless it only reports
    the loss of another rank;
 2. what srun and slurmstepd wrote about a rank that ran out of memory or was killed;
-3. the signal in srun's exit code;
-4. the rank that disappeared, if others recorded that they lost one;
-5. the error of a rank that lost another rank.
+3. what srun or bash wrote about a command that the node does not have, if srun ended with their code for that;
+4. the signal in srun's exit code;
+5. the rank that disappeared, if others recorded that they lost one;
+6. the error of a rank that lost another rank.
 
 Without any of these, the cause is the one that attempt.sh recorded, or else Slurm's.
 """
@@ -346,7 +347,8 @@ def _find_failing_line(traceback: str) -> str:
 
 def _find_killed_rank(snapshot: RunSnapshot, attempt: Attempt) -> Fault | None:
     """Find the first killed rank in messages of srun and slurmstepd, else the signal in srun's exit code."""
-    messages = [line for line in read_stderr(snapshot, attempt) if is_slurm_message(line)]
+    lines = read_stderr(snapshot, attempt)
+    messages = [line for line in lines if is_slurm_message(line)]
     ended = [match for line in messages if (match := _RANK_ENDED.search(line))]
     killed = [match for match in ended if match["how"].strip() in _SIGNALS]
     out_of_memory = [line for line in messages if _OUT_OF_MEMORY.search(line)]
@@ -356,6 +358,9 @@ def _find_killed_rank(snapshot: RunSnapshot, attempt: Attempt) -> Fault | None:
         return Fault(Cause.HOST_OOM, who, out_of_memory[:2])
     if killed:
         return Fault(f"signal {_SIGNALS[killed[0]['how'].strip()]}", who, [killed[0].string])
+    if attempt.code in (2, 127) and (missing := next(filter(None, map(_NOT_FOUND.search, lines)), None)):
+        who = f"on {ended[0]['node'] if ended else attempt.nodes}"
+        return Fault(Cause.NO_COMMAND, who, [f"{who}: there is no {missing[1] or missing[2]}"])
     number = (attempt.code or 0) - 128
     if number in signal.valid_signals():  # srun has codes of its own, such as 255
         return Fault(f"signal {number}", who, [f"srun ended with code {attempt.code}: signal {number}"])
@@ -363,6 +368,7 @@ def _find_killed_rank(snapshot: RunSnapshot, attempt: Attempt) -> Fault | None:
 
 
 _RANK_ENDED = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<ranks>[\d,\-\[\]]+): (?P<how>[^(]+)")
+_NOT_FOUND = re.compile(r"^slurmstepd.* execve\(\): (.+): No such|: line \d+: (.+): command not found$")
 _OUT_OF_MEMORY = re.compile(r"oom[-_ ]?kill|out of memory", re.IGNORECASE)
 _SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
 

@@ -119,6 +119,10 @@ def _advise(status: Status) -> str:
             return f"free disk space for {status.run}, then: {resume}"
         case Cause.DISK_ERROR:
             return f"see what the system says of the disk of {status.run} (dmesg), then: {resume}"
+        case Cause.NO_COMMAND:
+            return (
+                f"have that node provide it, or correct setup, python or container in the cluster file, then: {resume}"
+            )
         case Cause.HUNG:
             return f"see where in the stacks; if that was only slow: {resume} hang_minutes=10; else: {resume}"
         case Cause.BUG:
