@@ -45,6 +45,7 @@ class Options:
 
     nodes: int = 2  # of each type
     accounting: bool = False  # run slurmdbd and a private MariaDB, so that sacct answers
+    limits: bool = False  # with accounting: enforce the limits of accounts and QOS
     user_signal: bool = False  # preemption also sends the signal of `sbatch --signal`
 
 
@@ -64,7 +65,12 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     folder = Path(typed.dir).absolute()
     try:
         if typed.command == "up":
-            options = Options(nodes=typed.nodes, accounting=typed.accounting, user_signal=typed.user_signal)
+            options = Options(
+                nodes=typed.nodes,
+                accounting=typed.accounting or typed.limits,
+                limits=typed.limits,
+                user_signal=typed.user_signal,
+            )
             seconds = up(folder, options, environ=environ)
             overview = f"{read_overview(folder, environ)}\n{_describe_next_commands(folder)}"
             print(f"slurm lab: up in {seconds:.1f} s, in {folder}\n{overview}")
@@ -153,6 +159,7 @@ def _build_parser() -> argparse.ArgumentParser:
     start = commands.add_parser("up", help="start a fresh cluster")
     start.add_argument("--nodes", type=int, default=2, choices=range(1, 9), metavar="1..8", help="nodes of each type")
     start.add_argument("--accounting", action="store_true", help="with slurmdbd and MariaDB, so that sacct answers")
+    start.add_argument("--limits", action="store_true", help="--accounting, and enforce limits of accounts and QOS")
     start.add_argument("--user-signal", action="store_true", help="preemption sends the signal of sbatch --signal")
     others = [commands.add_parser("down", help="stop it"), commands.add_parser("status", help="show it")]
     for command in [start, *others]:
@@ -420,6 +427,7 @@ class _Startup:
             # of a new one: by 8 per second; they wrap after 87 days.
             first_job=1000 + int(time.time() * 8) % 60_000_000,
             accounting=_ACCOUNTING.format(folder=self.folder, port=self.port + 1)
+            + "\nAccountingStorageEnforce=limits,qos" * self.options.limits
             if self.options.accounting
             else _NO_ACCOUNTING,
             nodes="\n".join(nodes),

@@ -83,6 +83,21 @@ def lab_accounting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="module")
+def lab_limits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """A cluster that enforces limits: QOS tiny allows 30 minutes, 2 GPUs a user, and one job in the queue."""
+    skip_without("slurmctld", "slurmd", "sinfo", packages="slurmctld slurmd slurm-client")
+    skip_without(
+        "slurmdbd", "mariadbd", "mariadb-install-db", packages="slurmdbd mariadb-server-core mariadb-client-core"
+    )
+    for lab in run_lab(tmp_path_factory.mktemp("lab"), "--limits", "--nodes=1"):
+        user = lab.run("id", "-un").strip()
+        tiny = ("MaxWall=00:30:00", "MaxTRESPerUser=gres/gpu=2", "MaxSubmitJobsPerUser=1")
+        for words in (("add", "qos", "tiny", "set", *tiny), ("modify", "user", user, "set", "qos+=tiny")):
+            lab.run("sacctmgr", "--immediate", *words)
+        yield lab
+
+
+@pytest.fixture(scope="module")
 def on_the_lab(lab: Lab) -> Iterator[None]:
     """Point the Slurm commands of this process at the lab."""
     with pytest.MonkeyPatch.context() as patch:
