@@ -182,12 +182,19 @@ def test_more_runs_than_slurm_lets_one_submit_are_refused_with_the_numbers(
 ):
     answers = {
         "scontrol": "MaxArraySize            = 1001\nAccountingStorageEnforce = associations,limits",
-        "sacctmgr": "Account|MaxSubmitJobs\nvision|10",
+        "sacctmgr": "",
         "squeue": "JOBID|STATE\n1|RUNNING\n2_0|PENDING\n2_1|PENDING",
     }
     for name, answer in answers.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n/bin/cat <<'END'\n{answer}\nEND\n")
         (tmp_path / name).chmod(0o755)
+    own = (
+        "Def Acct|Partition|QOS|Def QOS|Account|MaxWall|MaxTRES|GrpTRES|MaxJobs|MaxSubmit\nroot||normal||vision|||||10"
+    )
+    shared = "Account|MaxWall|MaxTRES|GrpTRES|MaxJobs|MaxSubmit\nvision|||||"
+    qos = "Name|Flags|MaxWall|MaxTRES|MaxTRESPU|GrpTRES|MaxJobsPU|MaxSubmitPU\nnormal|||||||"
+    cases = f"*user=*) echo '{shared}' ;; *user*) echo '{own}' ;; *) echo '{qos}' ;;"
+    (tmp_path / "sacctmgr").write_text(f'#!/bin/sh\ncase "$*" in {cases} esac\n')
     monkeypatch.setenv("PATH", str(tmp_path))
     assert choose_array_size(7, user="ann", account="vision", qos="") == 1000
     said = (

@@ -8,8 +8,9 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from trainyard.cluster.variables import select_for_slurm
@@ -70,6 +71,64 @@ class Partition:
     preempt_mode: str  # what preemption does to a job: "OFF", "REQUEUE", "CANCEL", "SUSPEND", "GANG,SUSPEND"
     grace_s: int  # between the decision to preempt a job and the start of killing it
     kinds: tuple[NodeKind, ...]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most that Slurm lets one job have, or all jobs of a user or an account together."""
+
+    of: str  # "QOS short" or "account vision"
+    name: str  # as for sacctmgr: "MaxWall", "MaxTRESPerUser", ...
+    resource: str  # which it limits: "gres/gpu", "cpu", "node"; "": time or jobs
+    most: int  # minutes, jobs, or how much of the resource
+
+    def __str__(self) -> str:
+        value = f"{self.most // 60:02}:{self.most % 60:02}:00" if "Wall" in self.name else str(self.most)
+        return f"{self.of} allows {self.name}={f'{self.resource}=' if self.resource else ''}{value}"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What accounting says about a user's accounts and about every QOS: rows by the names of their columns."""
+
+    are_enforced: bool
+    own: list[dict[str, str]]  # the user in each account
+    shared: list[dict[str, str]]  # those accounts
+    qos: dict[str, dict[str, str]]
+    qos_of_partition: dict[str, str]
+
+    def find_limits(self, *, account: str = "", qos: str = "", partition: str = "") -> list[Limit]:
+        """Return the limits of a job; where several say the same, the first that Slurm looks at.
+
+        Args:
+            account, qos: "": the user's default.
+        """
+        if not self.are_enforced:
+            return []
+        own = [
+            row
+            for row in self.own
+            if row["Account"] == (account or row["DefaultAccount"]) and row["Partition"] in ("", partition)
+        ]
+        allowed = own[0]["QOS"] if own and "," not in own[0]["QOS"] else ""
+        name = qos or (own[0]["DefaultQOS"] if own else "") or allowed or "normal"
+        of_job, of_partition = (self.qos.get(each, {}) for each in (name, self.qos_of_partition.get(partition, "")))
+        first = [of_job, of_partition] if "OverPartQOS" in of_job.get("Flags", "") else [of_partition, of_job]
+        shared = [row for row in self.shared if own and row["Account"] == own[0]["Account"]]
+        found: dict[tuple[str, str], Limit] = {}
+        for row in (*first, *own[:1], *shared):
+            for limit in _parse_limits(row):
+                found.setdefault((limit.name.replace("JobsPerUser", "Jobs"), limit.resource), limit)
+        return list(found.values())
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Nodes that Slurm keeps free for somebody, or for maintenance. Times are seconds since the epoch."""
+
+    name: str
+    start: float
+    end: float
 
 
 def explain_absence() -> str | None:
@@ -196,36 +255,58 @@ def query_accounts(user: str) -> dict[str, set[str]]:
     return found
 
 
-def query_submit_limits(user: str, account: str, qos: str) -> dict[str, int]:
-    """Return how many jobs a user may have in the queue at once, by what limits it. Each array element is a job.
-
-    Args:
-        account, qos: "": any of those that the user has.
+def query_rules(user: str) -> Rules:
+    """Return what accounting says about a user's accounts and about every QOS.
 
     Raises:
         SlurmError: there is no accounting, or its database does not answer.
     """
-    of_account, of_qos = [f"account={account}"] * bool(account), [f"name={qos}"] * bool(qos)
-    questions = {
-        "account": ["associations", "where", f"user={user}", *of_account, "format=Account,MaxSubmitJobs"],
-        "QOS": ["qos", *(["where", *of_qos] if of_qos else []), "format=Name,MaxSubmitJobsPerUser"],
-    }
-    found = {}
-    for what, question in questions.items():
-        command = ["sacctmgr", "--parsable2", "show", *question]
-        limits = _query_table(command, columns=2, timeout_s=_DATABASE_TIMEOUT_S)
-        if len(limits) == 1 and limits[0][1]:  # of several, Slurm chooses
-            found[f"{what} {limits[0][0]}"] = int(limits[0][1])
-    return found
+    own = _query_rules(["user", user, "withassoc"], ("DefaultAccount", "Partition", "QOS", "DefaultQOS", *_OF_ACCOUNT))
+    names = ",".join(sorted({row["Account"] for row in own}))
+    # What an account's users may have together is not shown with each of them.
+    shared = _query_rules(["associations", "where", f"account={names}", "user="], _OF_ACCOUNT) if own else []
+    qos = {row["Name"]: row for row in _query_rules(["qos"], ("Name", "Flags", *_OF_QOS))}
+    partitions = {name: words.get("QoS", "N/A") for name, words in _query_partition_words().items()}
+    enforced = re.search("limits|safe", query_settings()["AccountingStorageEnforce"]) is not None
+    return Rules(enforced, own, shared, qos, partitions)
 
 
-def count_queued(user: str) -> int:
-    """Return how many jobs of a user are in the queue, waiting or running; each array element is a job.
+def query_job_words(id: str) -> dict[str, str]:
+    """Return what a job requests, and why it waits, as `scontrol show job` names it.
+
+    Raises:
+        SlurmError: Slurm does not know the job, or does not answer.
+    """
+    return _split_words(_run_checked(["scontrol", "--oneliner", "show", "job", id]))
+
+
+def query_reservations(partition: str) -> list[Reservation]:
+    """Return the reservations of nodes of a partition, the earliest first.
+
+    Raises:
+        SlurmError: the controller does not answer.
+    """
+    lines = [
+        _split_words(line) for line in _run_checked(["scontrol", "--oneliner", "show", "reservation"]).splitlines()
+    ]
+    nodes = set(_list_hosts(_query_partition_words().get(partition, {}).get("Nodes", "")))
+    found = [
+        Reservation(words["ReservationName"], *(_parse_local_time(words[name]) for name in ("StartTime", "EndTime")))
+        for words in lines
+        if "ReservationName" in words and nodes & set(_list_hosts(words["Nodes"]))
+    ]
+    return sorted(found, key=lambda each: each.start)
+
+
+def count_queued(user: str, limit: Limit) -> int:
+    """Return how many jobs that count for a limit a user has in the queue; each array element is a job.
 
     Raises:
         SlurmError: squeue does not answer.
     """
-    return len(_query_table(["squeue", "--array", f"--user={user}", "--format=%i|%T"], columns=2))
+    kind, _, name = limit.of.partition(" ")
+    command = ["squeue", "--array", f"--user={user}", f"--{kind.lower()}={name}", "--format=%i|%T"]
+    return len(_query_table(command, columns=2))
 
 
 # Jobs
@@ -288,16 +369,60 @@ def _parse_gib(text: str) -> float | None:
     return float(match[1]) * 1024.0 ** (" KMGT".index(match[2] or " ") - 3) if match and float(match[1]) else None
 
 
+# Limits and reservations
+
+_OF_ACCOUNT = ("Account", "MaxWall", "MaxTRESPerJob", "GrpTRES", "MaxJobs", "MaxSubmitJobs")
+_OF_QOS = ("MaxWall", "MaxTRESPerJob", "MaxTRESPerUser", "GrpTRES", "MaxJobsPerUser", "MaxSubmitJobsPerUser")
+
+
+def _query_rules(what: Sequence[str], columns: Sequence[str]) -> list[dict[str, str]]:
+    command = ["sacctmgr", "--parsable2", "show", *what, f"format={','.join(columns)}"]
+    rows = _query_table(command, columns=len(columns), timeout_s=_DATABASE_TIMEOUT_S)
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def _parse_limits(row: Mapping[str, str]) -> Iterator[Limit]:
+    """Yield the limits of a row: MaxWall "1-12:00:00", MaxTRESPerUser "cpu=64,gres/gpu=2", MaxSubmitJobs "3"."""
+    of = f"QOS {row['Name']}" if "Name" in row else f"account {row.get('Account')}"
+    for name in (name for name in row if name in (*_OF_ACCOUNT[1:], *_OF_QOS)):
+        if name == "MaxWall":
+            minutes = _parse_time_limit_min(row[name])
+            yield from [Limit(of, name, "", minutes)] if minutes is not None else []
+            continue
+        for part in row[name].split(","):
+            resource, _, most = part.rpartition("=")
+            yield from [Limit(of, name, resource, int(most))] if most.isdecimal() else []  # not memory: "mem=64G"
+
+
+def _split_words(line: str) -> dict[str, str]:
+    return dict(word.partition("=")[::2] for word in line.split())
+
+
+def _query_partition_words() -> dict[str, dict[str, str]]:
+    lines = map(_split_words, _run_checked(["scontrol", "--oneliner", "show", "partition"]).splitlines())
+    return {words["PartitionName"]: words for words in lines if "PartitionName" in words}
+
+
+def _list_hosts(names: str) -> list[str]:
+    """Return the names of "a100-[0-1],p100-0", one by one."""
+    if names in ("", "(null)"):
+        return []
+    return _run_checked(["scontrol", "show", "hostnames", names]).split()
+
+
+def _parse_local_time(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
+
+
 # Partitions
 
 
 def _query_preemption() -> dict[str, tuple[str, int]]:
     """Return PreemptMode and GraceTime by partition; sinfo does not print them."""
     found = {}
-    for line in _run_checked(["scontrol", "--oneliner", "show", "partition"]).splitlines():
-        words = dict(word.partition("=")[::2] for word in line.split())
-        if {"PartitionName", "PreemptMode", "GraceTime"} <= words.keys():
-            found[words["PartitionName"]] = (words["PreemptMode"], int(words["GraceTime"]))
+    for name, words in _query_partition_words().items():
+        if {"PreemptMode", "GraceTime"} <= words.keys():
+            found[name] = (words["PreemptMode"], int(words["GraceTime"]))
     return found
 
 

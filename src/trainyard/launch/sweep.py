@@ -194,13 +194,15 @@ def choose_array_size(count: int, *, packs: bool = False, user: str, account: st
     if most < 1:
         raise UserError("This Slurm takes no arrays (MaxArraySize=0), so no sweeps. Submit runs: trainyard submit JOB")
     if any(word in settings["AccountingStorageEnforce"] for word in ("limits", "safe")):
-        queued = slurm.count_queued(user)
-        for what, limit in slurm.query_submit_limits(user, account, qos).items():
-            if queued + packs + count > limit:
+        limits = slurm.query_rules(user).find_limits(account=account, qos=qos)
+        for limit in (limit for limit in limits if limit.name.startswith("MaxSubmit")):
+            queued = slurm.count_queued(user, limit)
+            if queued + packs + count > limit.most:
                 requested = f"{count} runs and the job that packs their data" if packs else f"{count} runs"
                 raise UserError(
-                    f"{requested} requested, but {what} allows {limit} of your jobs in the queue (MaxSubmitJobs), and "
-                    f"{queued} are there. Sweep over at most {max(0, limit - queued - packs)} now."
+                    f"{requested} requested, but {limit.of} allows {limit.most} of your jobs in the queue "
+                    f"({limit.name}), and {queued} are there. Sweep over at most "
+                    f"{max(0, limit.most - queued - packs)} now."
                 )
     return most
 

@@ -409,6 +409,8 @@ _REASONS = {
     "Priority": "other jobs are ahead of it in the queue",
     "Resources": "next in the queue; waits until enough GPUs are free",
     "Nodes required for job are DOWN": "its nodes are down, drained or reserved for other jobs",
+    "ReqNodeNotAvail, Reserved for maintenance": "its nodes are reserved for maintenance before it could end",
+    "ReqNodeNotAvail, May be reserved for other job": "its nodes are reserved for others before it could end",
     "ReqNodeNotAvail": "its nodes are down, drained or reserved",
     "BeginTime": "its begin time has not come; after a requeue Slurm waits up to two minutes",
     "DependencyNeverSatisfied": "a job it depends on failed, so it will never start",
@@ -445,4 +447,5 @@ _NEVER_STARTS = (
     "BadConstraints",
     "DependencyNeverSatisfied",
     "QOSMaxWallDuration",
+    "AssocMaxWallDuration",
 )

@@ -1,10 +1,12 @@
 """Explains why a run waits, stopped or failed: the first fault, the attempts, and what to type next."""
 
 import shlex
+import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from trainyard.cluster.limits import NO_WAIT, Wait, explain_wait
 from trainyard.config.frozen import read_options
 from trainyard.errors import UserError
 from trainyard.runs.changes import find_changes
@@ -29,26 +31,37 @@ _FAULTS = (
 def explain_run(run: Path) -> str:
     """Explain a run in a few lines: its status, the first fault, its attempts, and what to type next."""
     (status,), note = read_statuses([run])
-    return explain_status(status, note)
+    wait = NO_WAIT
+    if status.state == State.WAITING and status.slurm_job_id and not status.slurm_unavailable_reason:
+        try:
+            wait = explain_wait(status.slurm_job_id, now=time.time())
+        except UserError as error:
+            note = f"{note} Whether a limit keeps it waiting was not found out. {error}".strip()
+    return explain_status(status, note, wait)
 
 
-def explain_status(status: Status, note: str = "") -> str:
-    """Explain a run from its status; `note` is the note about Slurm's answers."""
+def explain_status(status: Status, note: str = "", wait: Wait = NO_WAIT) -> str:
+    """Explain a run from its status; `note` is the note about Slurm's answers, `wait` what Slurm says besides."""
     notes = [note] if note else []
     changes = [str(change) for change in find_changes(status.run)]
-    lines = [format_headline(status), *_explain_cause(status), *_list_attempts(status), *notes, *changes]
-    return "\n".join([*lines, f"next: {_advise(status)}"])
+    lines = [format_headline(status), *_explain_cause(status, wait), *_list_attempts(status), *notes, *changes]
+    advice = _advise(status)
+    if wait.options and len(status.snapshot.slurm_job_ids) == 1:  # a job that packs takes none of them
+        again = f"{format_resume_command(status)} {wait.options}"
+        advice = f"trainyard cancel {shlex.quote(str(status.run))} && {again}"
+    return "\n".join([*lines, f"next: {advice}"])
 
 
-def _explain_cause(status: Status) -> list[str]:
+def _explain_cause(status: Status, wait: Wait) -> list[str]:
     newest = status.newest_attempt
     cause = [f"cause: {describe_cause(status.cause)}"] if status.cause else []
+    reason = [f"It waits: {wait.text}."] if wait.text else []
     if status.state == State.SILENT:
         return ["It may hang, or a step takes long: see its log. Cancelling and resuming loses what is not saved."]
     if status.state == State.WAITING and newest is not None and newest.cause in _FAULTS:
-        return ["It resumes by itself. What failed:", *_describe_failure(status)]
+        return [*reason, "It resumes by itself. What failed:", *_describe_failure(status)]
     if status.state in (*ACTIVE, State.DONE, State.NEW):
-        return cause or ["Nothing is wrong."]
+        return [*cause, *reason] or ["Nothing is wrong."]
     host = [f"host: {newest.reason}"] if newest is not None and newest.reason else []
     return [*(_describe_failure(status) if status.state == State.FAILED else []), *cause, *host]
 
