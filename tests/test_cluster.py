@@ -371,8 +371,7 @@ def test_without_slurm_a_check_still_looks_at_this_machine(tmp_path, monkeypatch
         Finding(
             "wrong",
             "container.image",
-            f"there is no {tmp_path}/yard-cuda13.sif.",
-            "Build it: make sif. Or correct the path.",
+            f"there is no {tmp_path}/yard-cuda13.sif. Build it: make sif HW=a100-80-sxm. Or correct the path.",
         ),
         Finding(
             "wrong",

@@ -1,6 +1,7 @@
 """Submitting to a real Slurm: quickly, with any names that users choose, and with one message per mistake."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -123,8 +124,43 @@ def test_more_time_than_the_partition_allows_is_refused_before_submission(capsys
 def test_what_only_slurm_can_refuse_is_reported_in_its_own_words(capsys, tmp_path, lab_file):
     change_gpus(lab_file, "a100", gres="gpu:a1000")
     error = submit_refused(capsys, tmp_path, "--hw", "a100", "--cluster", lab_file)
-    assert "Slurm refused the job: sbatch: error: " in error and "trainyard cluster-check" in error
+    assert "Slurm refused the job: sbatch: error: " in error and f"trainyard cluster-check {lab_file}\n" in error
     assert "Traceback" not in error
+
+
+MODULE = """() { [ "$2" = there ] || { echo "ERROR: Unable to locate a modulefile for '$2'" >&2; return 1; }; }"""
+
+
+def test_a_container_image_and_a_module_that_are_not_there_are_refused(capsys, tmp_path, lab_file, monkeypatch):
+    monkeypatch.setenv("BASH_FUNC_module%%", MODULE)
+    container = {"kind": "apptainer", "image": f"{tmp_path}/yard-{{target}}.sif"}
+    setup = ["module load there", "export MODULES=1", "module load apptainer/9"]
+    content = {**yaml.safe_load(lab_file.read_text()), "container": container, "setup": setup}
+    lab_file.write_text(yaml.safe_dump(content))
+    words = ("--hw", "a100", "--cluster", lab_file)
+    error = submit_refused(capsys, tmp_path, *words)
+    image = f"there is no {tmp_path}/yard-cuda13.sif. Build it: make sif HW=a100-80-sxm. Or correct the path."
+    assert error == f"UserError: {lab_file}: container.image: {image}\n"
+    (tmp_path / "yard-cuda13.sif").touch()
+    module = "'module load apptainer/9' fails here: ERROR: Unable to locate a modulefile for 'apptainer/9'."
+    assert f"{lab_file}: setup: {module} Correct it" in submit_refused(capsys, tmp_path, *words)
+    assert trainyard("cluster-check", lab_file) == 1
+    assert f"wrong  setup: {module}" in (checked := capsys.readouterr().out) and "make sif HW=p100-16-pcie" in checked
+
+
+def test_a_command_that_no_node_has_is_named_with_the_node_and_tried_once_more(lab, tmp_path, lab_file, capsys, start):
+    (tmp_path / "yard-cuda13.sif").touch()
+    container = {"kind": "apptainer", "image": f"{tmp_path}/yard-{{target}}.sif"}
+    lab_file.write_text(yaml.safe_dump({**yaml.safe_load(lab_file.read_text()), "container": container}))
+    assert shutil.which("apptainer") is None
+    run = start("none", "--hw", "a100", cluster=lab_file)
+    wait_for_end(lab, run)
+    assert read_ends(run) == [(0, "crash", "requeue"), (1, "no_progress", "stop")]
+    capsys.readouterr()
+    assert trainyard("why", run) == 0
+    why = capsys.readouterr().out
+    assert re.search(r"on (a100-\d): there is no apptainer\n", why)
+    assert "cause: a command of the site was not found\n" in why and "user error" not in why
 
 
 def test_a_run_folder_that_the_nodes_do_not_see_is_refused(capsys, tmp_path, lab_file):

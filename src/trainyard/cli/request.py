@@ -1,16 +1,23 @@
 """Shared by the commands that train, submit or use a run: read the request, find the cluster, require trust."""
 
 import argparse
+import getpass
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from loguru import logger
+
 from trainyard.cli.verb import add_dry_option, find_project_folder
 from trainyard.cluster import description as clusters
 from trainyard.cluster import query as slurm
+from trainyard.cluster.check import explain_missing_image, explain_missing_module
+from trainyard.cluster.limits import count_demand, describe_exceeded, find_exceeded
 from trainyard.cluster.options import OPTIONS, read_options
 from trainyard.config.families import Root
 from trainyard.errors import UserError
+from trainyard.plan.packing import PACKS
 from trainyard.plan.resources import Plan, ResourceRequest, RunRequest
 from trainyard.runs import status, trust
 from trainyard.runs.families import find_families
@@ -84,12 +91,15 @@ def check_against_slurm(*plans: Plan | None) -> None:
     """Check plans for one cluster against the Slurm that answers here; the cluster file may be out of date.
 
     Raises:
-        UserError: this is another Slurm, it has no such partition, or its time limit is shorter than requested.
+        UserError: this is another Slurm, it has no such partition, its time limit is shorter than requested, a limit of
+            an account or a QOS would keep a job waiting for ever, or what a job needs on its nodes is not there.
     """
     here, partitions = slurm.query_cluster_name(), slurm.query_partitions()
-    for plan in plans:
-        if plan is not None:
-            _check_plan(plan, here, partitions)
+    present = [plan for plan in plans if plan is not None]
+    for plan in present:
+        _check_plan(plan, here, partitions)
+    if present:
+        _check_limits(present)
 
 
 def _check_plan(plan: Plan, here: str, partitions: Mapping[str, slurm.Partition]) -> None:
@@ -100,7 +110,9 @@ def _check_plan(plan: Plan, here: str, partitions: Mapping[str, slurm.Partition]
             f"file (--cluster NAME), or log in to '{described}'."
         )
     named = plan.options["partition"].split(",")
-    check = f"See all differences: trainyard cluster-check {plan.cluster.name}"
+    check = f"See all differences: trainyard cluster-check {quote_path(plan.cluster.path)}"
+    if missing := explain_missing_image(plan.cluster, plan.kind) or explain_missing_module(plan.cluster):
+        raise UserError(f"{plan.cluster.path}: {missing}")
     if unknown := next((name for name in named if name not in partitions), ""):
         where = "--partition" if "partition" in plan.stated else f"{plan.cluster.path}: gpus.{plan.hw}.partition"
         raise UserError(
@@ -114,6 +126,47 @@ def _check_plan(plan: Plan, here: str, partitions: Mapping[str, slurm.Partition]
             f"TIME={plan.time_min}m: partition {plan.options['partition']} allows at most {longest} minutes. "
             f"Request less: a job that reaches its limit saves, is requeued and resumes. {check}"
         )
+
+
+def _check_limits(plans: Sequence[Plan]) -> None:
+    """Check plans that are submitted together against the limits of accounts and QOS, where Slurm enforces them."""
+    if not re.search("limits|safe", slurm.query_settings()["AccountingStorageEnforce"]):
+        return
+    user = getpass.getuser()
+    try:
+        rules = slurm.query_rules(user)
+    except slurm.SlurmError as error:  # sbatch may work all the same
+        logger.warning("The limits of accounts and QOS were not checked. {}", error)
+        return
+    for plan in plans:
+        options = {name: plan.options.get(name, "") for name in ("account", "qos", "partition")}
+        limits = rules.find_limits(**options)
+        demand = count_demand(plan.kind, gpus=plan.gpus, nodes=plan.nodes, time_min=plan.time_min)
+        if exceeded := find_exceeded(limits, demand):
+            found = describe_exceeded(exceeded, demand)
+            option, _, value = found.options.partition(" ")
+            fits = f"{found.options} (make: {option[2:].upper()}={value})"
+            if option == "--time" and plan.why_hw == PACKS:
+                fits = f"in {plan.cluster.path}, time_max: {value} for gpus.{plan.hw}, where the data are packed"
+            elif not option or plan.why_hw == PACKS:
+                fits = "--qos NAME or --account NAME, whose limit is larger"
+            raise UserError(f"{found.text}, so it would never start. Request what fits: {fits}")
+        for limit in (limit for limit in limits if limit.name.startswith("MaxSubmit")):
+            _check_room(plan, len(plans), limit, slurm.count_queued(user, limit))
+
+
+def _check_room(plan: Plan, count: int, limit: slurm.Limit, queued: int) -> None:
+    if queued + count <= limit.most:
+        return
+    what = f"{count} jobs are submitted (one packs the data, one trains)" if count > 1 else "a job is submitted"
+    data = plan.config.data
+    if count > limit.most and data.path:
+        advice = f"Pack first: trainyard pack {plan.job} {quote_path(data.path)} OUT, then submit with data.path=OUT"
+    elif count > limit.most:
+        advice = "Name an account or a QOS with another limit: --account NAME, --qos NAME"
+    else:
+        advice = "Submit again when one of them has ended: trainyard status"
+    raise UserError(f"{limit} of your jobs in the queue, and {queued} are there, but {what}. {advice}")
 
 
 def require_trust(

@@ -261,19 +261,18 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
         keeps_micro_batch=True,
     )
     plan = make_plan(config, cluster, request)
-    if not args.dry:
-        check_against_slurm(plan)
     code = Code(Path(previous["code"]), Path(previous["jobs"]))
     if args.update_code:
         copy_code = dry.name_code if args.dry else submit.snapshot_code
         code = copy_code(args.jobs, runs.find_free_name(run / "code"))
     packing = choose_packing(plan, args.jobs, code=None if args.dry and args.update_code else code)
+    if not args.dry:
+        check_against_slurm(plan, packing.plan)
     is_elsewhere = (plan.hw, plan.gpus) != (previous["hw"], previous["gpus"])
     memory = check_memory(plan, read_request(args), allow_smaller_batch=False) if is_elsewhere else None
     if args.dry:
         return dry.print_submission(plan, {run: ""}, folder=run / "slurm", code=code, packing=packing, memory=memory)
     if packing.plan is not None:
-        check_against_slurm(packing.plan)
         record_rows(run, packed_where=packing.where)
     if memory is not None:
         record_rows(run, predicted_memory=memory)

@@ -3,7 +3,9 @@
 import os
 import pwd
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,10 +13,12 @@ from pathlib import Path
 from typing import Literal
 
 from trainyard.cluster import query as slurm
-from trainyard.cluster.description import SYNTHETIC, Cluster, GpuNodes, format_minutes, parse_minutes
-from trainyard.cluster.query import NodeKind, Partition, SlurmError
+from trainyard.cluster.description import CARDS, SYNTHETIC, Cluster, GpuNodes, format_minutes, parse_minutes
+from trainyard.cluster.limits import count_demand, describe_exceeded, find_exceeded
+from trainyard.cluster.query import Limit, NodeKind, Partition, SlurmError
+from trainyard.cluster.variables import select_for_ranks
 from trainyard.hardware import choose_image_target, get_gpu
-from trainyard.text import suggest_nearest
+from trainyard.text import cut, suggest_nearest
 
 
 @dataclass(frozen=True)
@@ -95,19 +99,59 @@ def _check_container(cluster: Cluster) -> Iterator[Finding]:
     if cluster.container.kind == "apptainer" and shutil.which("apptainer") is None:
         advice = "The nodes need it: on their PATH, or from a line in `setup`."
         yield Finding("note", "container.kind", "apptainer is not on PATH here.", advice)
-    for image in sorted({_find_image(cluster, spec) for spec in cluster.gpus.values()}):
-        if not image.startswith("/"):
-            continue  # in a registry that perhaps only the nodes can reach; "": no container
-        if Path(image).exists():
+    for image, spec in sorted({_find_image(cluster, spec): spec for spec in cluster.gpus.values()}.items()):
+        if missing := explain_missing_image(cluster, spec):
+            what, found = missing.split(": ", 1)
+            yield Finding("wrong", what, found)
+        elif image.startswith("/") and Path(image).exists():
             yield Finding("ok", "container.image", f"{image} is here.")
-        else:
-            advice = "Build it: make sif. Or correct the path."
-            yield Finding("wrong", "container.image", f"there is no {image}.", advice)
+        elif image.startswith("/"):
+            yield Finding("note", "container.image", f"{image} is not here.", "The nodes need it at this path.")
+        # else in a registry that perhaps only the nodes can reach; "": no container
+    if missing := explain_missing_module(cluster):
+        what, found = missing.split(": ", 1)
+        yield Finding("wrong", what, found)
+
+
+def explain_missing_image(cluster: Cluster, spec: GpuNodes) -> str:
+    """Say that the container image for a kind of nodes is not where they share a folder with this machine; "" else."""
+    image = _find_image(cluster, spec)
+    if Path(image).exists() or not any(Path(image).is_relative_to(folder) for folder in cluster.shared):
+        return ""
+    hw = spec.card if spec.card in CARDS else _choose_target(spec)
+    build = f"Build it: make sif HW={hw}. Or c" if cluster.container.kind == "apptainer" else "C"
+    return f"container.image: there is no {image}. {build}orrect the path."
+
+
+def explain_missing_module(cluster: Cluster) -> str:
+    """Say which line of `setup` loads a module that is not there; "" if none does, or this machine has no `module`."""
+    lines = [line for line in cluster.setup if re.match(r"(module|ml)\s|(source|\.)\s.*(module|lmod)", line)]
+    if not lines:
+        return ""
+    tests = [
+        f"{{ {line}\n}} >/dev/null\ncase $? in 0 | 127) ;; *) echo {shlex.quote(line)}; exit ;; esac" for line in lines
+    ]
+    environ = select_for_ranks(os.environ, cluster.variables)
+    command = ["bash", "--noprofile", "--norc", "-c", "\n".join(tests)]
+    try:
+        answer = subprocess.run(
+            command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20
+        )
+    except subprocess.TimeoutExpired:
+        return ""  # a slow file system says nothing about the module
+    if not (line := answer.stdout.strip()).startswith(("module", "ml")):
+        return ""
+    said = cut(" ".join(answer.stderr.split()), 200)
+    return f"setup: '{line}' fails here: {said}. Correct it; if only the nodes have that module, append: || true"
 
 
 def _find_image(cluster: Cluster, spec: GpuNodes) -> str:
+    return cluster.container.image.replace("{target}", _choose_target(spec))
+
+
+def _choose_target(spec: GpuNodes) -> str:
     card = get_gpu(spec.card)
-    return cluster.container.image.replace("{target}", choose_image_target(card.sm if card else None))
+    return choose_image_target(card.sm if card else None)
 
 
 # The file against Slurm's partitions
@@ -295,7 +339,7 @@ def _check_accounting(cluster: Cluster, settings: dict[str, str]) -> Iterator[Fi
         return
     user = pwd.getpwuid(os.getuid()).pw_name
     try:
-        allowed = slurm.query_accounts(user)
+        allowed, rules = slurm.query_accounts(user), slurm.query_rules(user)
     except SlurmError as error:
         yield Finding("note", "account", f"not checked. {error}")
         return
@@ -313,8 +357,39 @@ def _check_accounting(cluster: Cluster, settings: dict[str, str]) -> Iterator[Fi
             yield Finding(level, f"{where}account", found, f"Allowed: {accounts}.")
         elif not allowed:
             yield Finding(level, f"{where}account", f"user {user} has no account.", "Ask the administrator.")
+        else:
+            yield Finding("ok", f"{where}account", f"user {user} may charge {account or accounts}.")
+        if wanted and wanted not in rules.qos:
+            found = f"there is no QOS '{wanted}'.{suggest_nearest(wanted, rules.qos)}"
+            yield Finding("wrong", f"{where}qos", found, f"There are: {', '.join(rules.qos)}.")
         elif wanted and wanted not in qos:
             found = f"user {user} may not use QOS '{wanted}'.{suggest_nearest(wanted, sorted(qos))}"
             yield Finding(level, f"{where}qos", found, f"Allowed: {', '.join(sorted(qos)) or 'none'}.")
-        else:
-            yield Finding("ok", f"{where}account", f"user {user} may charge {account or accounts}.")
+    for hw, spec in cluster.gpus.items():
+        limits = rules.find_limits(
+            account=spec.account or cluster.account, qos=spec.qos or cluster.qos, partition=spec.partition
+        )
+        yield from _check_limits(f"gpus.{hw}", spec, limits, parse_minutes(cluster.time_default))
+
+
+def _check_limits(what: str, spec: GpuNodes, limits: Sequence[Limit], default_min: int) -> Iterator[Finding]:
+    """Check what is requested by default, and say how many GPUs and jobs are allowed."""
+    time_min = min(default_min, parse_minutes(spec.time_max)) if spec.time_max else default_min
+    demand = count_demand(spec, gpus=spec.per_node * spec.nodes, nodes=spec.nodes, time_min=time_min)
+    for limit in limits:
+        if limit.name.startswith("MaxSubmit") and limit.most < 2:
+            found = f"{limit} of your jobs in the queue, but one submit may need two: one packs the data, one trains."
+            yield Finding("note", what, found, "Pack first: trainyard pack JOB RAW OUT")
+        elif find_exceeded([limit], demand):
+            wait = describe_exceeded(limit, demand)
+            if limit.name == "MaxWall":
+                advice = f"Write time_max: {wait.options.removeprefix('--time ')}"
+                yield Finding("wrong", f"{what}.time_max", f"{wait.text}.", advice)
+            else:
+                fits = f"At most: {wait.options}" if wait.options else "Name another account or QOS."
+                yield Finding(
+                    "note" if wait.options else "wrong",
+                    what,
+                    f"{limit}, of {demand.resources[limit.resource]} here.",
+                    fits,
+                )

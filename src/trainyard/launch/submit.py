@@ -41,7 +41,7 @@ from trainyard.node.rank_task import RankTask
 from trainyard.plan.resources import Code, Plan
 from trainyard.runs.folder import SUBMISSION, read_env, write_env
 from trainyard.runs.state import render_exit_codes
-from trainyard.text import join_names
+from trainyard.text import join_names, quote_path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CODE_LIMIT_MIB = 64
@@ -273,7 +273,7 @@ def _call_sbatch(
             leftover.unlink()
         raise UserError(
             f"Slurm refused the job: {_extract_refusal(error)}\n"
-            f"Check the cluster file: trainyard cluster-check {plan.cluster.name}"
+            f"Check the cluster file: trainyard cluster-check {quote_path(plan.cluster.path)}"
         ) from None
     for script in folder.glob("*_submission.sh"):
         script.chmod(0o700)  # the cluster file's `setup` may contain a password

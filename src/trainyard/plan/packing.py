@@ -15,6 +15,9 @@ from trainyard.data.prepare import find_packed, is_packed, packs_the_same
 from trainyard.plan.make_plan import choose_time
 from trainyard.plan.resources import Code, Plan, ResourceRequest
 
+PACKS = "packs data"
+"""Why the plan of a job that packs has its nodes."""
+
 _IN_THE_RUN = "in the run, on its first node"
 
 
@@ -101,6 +104,6 @@ def _make_plan(plan: Plan, hw: str) -> Plan:
         signal_s=min(cluster.signal_delay_s, time.value * 60 // 4),
         options=choose_options(cluster, kind, stated, ranks_per_node=1),
         stated=stated,
-        why_hw="packs data",
+        why_hw=PACKS,
         why_time=time.reason,
     )
