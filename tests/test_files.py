@@ -158,6 +158,29 @@ def test_a_new_folder_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert flushed[-1] == tmp_path
 
 
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_rename_that_nfs_repeats_has_succeeded_and_one_of_nothing_has_not(tmp_path, monkeypatch, is_folder):
+    def replace_twice(*names: Path | str, **folders: int | None) -> None:
+        replace(*names, **folders)
+        replace(*names, **folders)  # finds nothing to rename
+
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", replace_twice)
+    if is_folder:
+        with create_folder(tmp_path / "new") as folder:
+            (folder / "file").write_text("content")
+        assert (tmp_path / "new/file").read_text() == "content"
+    else:
+        for content in ("first", "second"):
+            write_atomically(tmp_path / "new", content)
+            assert (tmp_path / "new").read_text() == content
+    monkeypatch.setattr(os, "replace", lambda source, target, **folders: replace(f"{source}.gone", target, **folders))
+    for target in ("new", "other"):
+        with pytest.raises(FileNotFoundError):
+            write_atomically(tmp_path / target / "x" if is_folder else tmp_path / target, "third")
+    assert is_folder or (tmp_path / "new").read_text() == "second"
+
+
 def test_reading_a_small_file_takes_little_memory_however_large_it_may_be(tmp_path):
     path = tmp_path / "heartbeat.json"
     path.write_bytes(b"x" * 160)

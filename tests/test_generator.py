@@ -8,6 +8,7 @@ import pytest
 from tests.training import FAMILIES
 from trainyard.config.compose import compose
 from trainyard.data.generator import hash_generator, hash_packing
+from trainyard.data.index import read_index
 from trainyard.data.prepare import prepare_data
 
 JOBS = Path(__file__).parents[1] / "jobs"
@@ -53,6 +54,28 @@ def test_another_generator_makes_another_folder_says_why_and_keeps_the_first(tmp
     assert sorted(path.name for path in tmp_path.glob("stripes-synthetic-*")) == sorted([*others, own])
     prepare_data(config, FAMILIES)
     assert sum("synthesizing" in line for line in log) == 2
+
+
+@pytest.mark.parametrize("damage", ["empty", "gone", "swapped", "unrecorded"])
+def test_drawn_files_that_are_not_those_that_were_drawn_are_drawn_again_with_the_same_digest(tmp_path, log, damage):
+    config = compose("stripes", [f"data.cache={tmp_path}", "data.synthetic=8"], FAMILIES)
+    drawn = tmp_path / f"stripes-synthetic-8-seed0-{hash_generator(FAMILIES / 'stripes')}"
+    before = read_index(Path(prepare_data(config, FAMILIES).data.path))
+    first, second, *_ = sorted(drawn.iterdir())
+    if damage == "empty":
+        first.write_bytes(b"")
+    elif damage == "gone":
+        first.unlink()
+    elif damage == "swapped":
+        first.rename(tmp_path / "aside")
+        second.rename(first)
+        (tmp_path / "aside").rename(second)
+    else:
+        (tmp_path / f".{drawn.name}.drawn").unlink()
+    again = prepare_data(config, FAMILIES)
+    assert read_index(Path(again.data.path)).content == before.content
+    assert f"moved to {drawn}.damaged, and drawn again" in "".join(log)
+    assert prepare_data(config, FAMILIES) == again and sum("drawn again" in line for line in log) == 1
 
 
 def test_the_digest_of_packing_changes_with_its_code_and_not_with_docstrings_options_or_the_generator(tmp_path):

@@ -81,12 +81,40 @@ def open_atomically(
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())
-            os.replace(partial, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+            _replace(partial, path.name, folder=folder)
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(partial, dir_fd=folder)
         if durable:
             os.fsync(folder)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Give a file, or a folder with all that is in it, its final name.
+
+    What is in it is on disk before it has that name, and the name when this returns: a power cut leaves all or nothing.
+
+    Args:
+        target: replaced if it is a file or an empty folder.
+    """
+    for folder, _, names in os.walk(source, topdown=False):
+        for name in names:
+            fsync_path(Path(folder, name))
+        fsync_path(Path(folder))
+    if not source.is_dir():
+        fsync_path(source)
+    _replace(source, target)
+    fsync_path(target.parent)
+
+
+def _replace(source: Path | str, target: Path | str, *, folder: int | None = None) -> None:
+    """Rename within a file system; names are relative to the folder of this descriptor if there is one."""
+    moved = os.stat(source, dir_fd=folder, follow_symlinks=False)
+    try:
+        os.replace(source, target, src_dir_fd=folder, dst_dir_fd=folder)
+    except FileNotFoundError:  # over NFS a repeated request finds that the first one has done it
+        if not os.path.samestat(moved, os.stat(target, dir_fd=folder, follow_symlinks=False)):
+            raise
 
 
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -174,11 +202,7 @@ def create_folder(path: Path) -> Iterator[Path]:
     try:
         with name_full_disk(path):
             yield partial
-            for folder, _, names in os.walk(partial, topdown=False):
-                for name in [*names, ""]:
-                    fsync_path(Path(folder, name))
-        partial.replace(path)
-        fsync_path(path.parent)
+            rename(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -237,9 +261,11 @@ class AppendedFile:
     """A file that grows at its end. Each write goes straight to the kernel, so closing it repeats none that failed."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, is_new = path, not path.exists()
         with name_failed_write(path):
             self._file = _open_to_append(path)
+            if is_new:
+                fsync_path(path.parent)
 
     def write(self, data: bytes) -> None:
         """Append all of `data`; on a full disk a part of it may be in the file."""
@@ -555,10 +581,13 @@ def create_common_folder(folder: Path, *, group: str = "") -> None:
     Raises:
         UserError: this user is not in the group, or there is none of this name.
     """
+    missing = [made for made in (folder, *folder.parents) if not made.exists()]
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
         return
+    for made in missing:
+        fsync_path(made.parent)
     if group:
         try:
             share_folder(folder, group)

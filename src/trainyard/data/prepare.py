@@ -24,13 +24,18 @@ from trainyard.errors import UserError
 from trainyard.files import (
     FlockRefused,
     exclusive_lock,
+    hash_file,
     name_full_disk,
     name_guard,
     remove_partial_folders,
     remove_partials,
+    rename,
+    write_json,
 )
 from trainyard.foreign import remember_reads
 from trainyard.hardware import count_cores
+from trainyard.runs.folder import find_free_name
+from trainyard.runs.history import read_object
 from trainyard.text import align_columns, cut, format_override, join_names
 
 if TYPE_CHECKING:
@@ -340,14 +345,22 @@ def _require_folder(raw: Path) -> None:
 def _synthesize_raw(config: TrainConfig, jobs_dir: Path, hook: Callable[[], None]) -> Iterator[Path]:
     """Yield a folder of synthetic raw files, which stays until the block ends, even if `trainyard gc` is asked.
 
-    If it is missing, it is written now, or an interrupted call finished.
+    If it is missing, it is written now, or an interrupted call finished; if its files are not those that were written,
+    it is moved aside, and written again. Costs a reading of all files.
 
     Its name says what made it: another generator, or other arguments, write another folder. It is written under a name
     of its own, which a kill leaves, and renamed when complete, whatever the family's `synthesize` does.
     """
     synthesize, raw = load_family(jobs_dir, config.family, "pack").synthesize, _name_synthetic(config, jobs_dir)
-    unfinished = raw.with_name(f"{raw.name}.partial")
+    unfinished, record = raw.with_name(f"{raw.name}.partial"), raw.with_name(f".{raw.name}.drawn")
     with _lock_folder(raw):
+        if raw.is_dir() and (found := _describe_files(raw)) != (drawn := read_object(record)):
+            aside = find_free_name(raw.with_name(f"{raw.name}.damaged"))
+            logger.warning(
+                "{}: has {} files, and not the {} that were drawn: moved to {}, and drawn again",
+                *(raw, found["files"], drawn.get("files", "recorded"), aside),
+            )
+            raw.rename(aside)
         if not raw.is_dir():
             remove_partial_folders(unfinished)
             remove_partials(unfinished)
@@ -355,8 +368,16 @@ def _synthesize_raw(config: TrainConfig, jobs_dir: Path, hook: Callable[[], None
             hooks = {"hook": hook} if "hook" in inspect.signature(synthesize).parameters else {}
             with name_full_disk(raw):
                 synthesize(unfinished, count=config.data.synthetic, seed=config.seed, **hooks)
-            unfinished.replace(raw)
+            write_json(record, _describe_files(unfinished))
+            rename(unfinished, raw)
         yield raw
+
+
+def _describe_files(folder: Path) -> dict[str, Any]:
+    """Return how many files are in a folder and below it, and a digest of their names and contents."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    digests = "".join(f"{hash_file(path)} {path.relative_to(folder)}\n" for path in paths)
+    return {"files": len(paths), "sha256": hashlib.sha256(digests.encode()).hexdigest()}
 
 
 def _explain_synthesis(raw: Path) -> str:
@@ -364,7 +385,8 @@ def _explain_synthesis(raw: Path) -> str:
     if raw.with_name(f"{raw.name}.partial").is_dir():
         return ": finishing what was interrupted"
     alike = raw.name.rpartition("-")[0]
-    others = [path.name for path in raw.parent.glob(f"{alike}*") if path.name == alike or path.name[len(alike)] == "-"]
+    found = [path.name for path in raw.parent.glob(f"{alike}*") if not path.name.startswith(raw.name)]
+    others = [name for name in found if name == alike or name[len(alike)] == "-"]
     return f": the generator has changed since it made {join_names(sorted(others))} (kept)" if others else ""
 
 

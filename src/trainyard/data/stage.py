@@ -22,7 +22,7 @@ from trainyard.data.hdf5 import ShardError
 from trainyard.data.index import INDEX, find_index, read_fingerprint
 from trainyard.data.shards import LOCAL_FILE_SYSTEMS, ShardSet, find_file_system
 from trainyard.errors import UserError
-from trainyard.files import hash_file, make_own_folder
+from trainyard.files import hash_file, make_own_folder, rename
 from trainyard.text import quote_path
 
 SCRATCH = "TRAINYARD_SCRATCH"
@@ -207,7 +207,7 @@ def _make_copy(copy: Path, source: Path, stop_requested: Callable[[], bool], tel
         )
         with _turn_os_errors_into_no_copy(copy):
             (partial / NOTE).write_text(note, encoding="utf-8")
-            partial.rename(copy)
+            rename(partial, copy)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)  # a leftover is never read as data, and the next copier removes it
         raise

@@ -24,7 +24,15 @@ from trainyard.cluster.description import Cluster, format_minutes
 from trainyard.cluster.variables import describe_passed, drop_launchers, replace_environment, select_for_ranks
 from trainyard.environment import name_chosen_gpus
 from trainyard.errors import UserError
-from trainyard.files import copy_folder, limit_writers, make_folder_inside, name_partial, write_atomically, write_json
+from trainyard.files import (
+    copy_folder,
+    limit_writers,
+    make_folder_inside,
+    name_partial,
+    rename,
+    write_atomically,
+    write_json,
+)
 from trainyard.hardware import get_gpu
 from trainyard.launch.batch_script import (
     AT_ONCE,
@@ -127,7 +135,7 @@ def snapshot_code(jobs_dir: Path, into: Path) -> Code:
             copy_folder(place, partial / place.name, leave_out=_is_left_out)
         else:
             shutil.copy2(place, partial / place.name)
-    partial.rename(into)
+    rename(partial, into)
     if imported:
         logger.info("copied with the families, which import it: {}", join_names([place.name for place in imported]))
     return Code(into, into / jobs_dir.resolve().name)

@@ -15,7 +15,7 @@ from trainyard.config.compose import freeze
 from trainyard.config.settings import TrainConfig
 from trainyard.environment import NO_VARIABLES, THIS_CODE, collect_environment, find_checkout
 from trainyard.errors import UserError
-from trainyard.files import create_common_folder, limit_writers, name_full_disk, share_folder
+from trainyard.files import create_common_folder, limit_writers, name_full_disk, rename, share_folder
 from trainyard.runs.folder import CONFIG, DIFF, check_name, write_env
 from trainyard.text import join_names, quote_path
 
@@ -104,7 +104,8 @@ def _move_into_place(temporary: Path, name: str | None, *, default: str) -> Path
     while True:
         target = temporary.with_name(name or (default if number == 1 else f"{default}-{number}"))
         try:
-            return temporary.rename(target)
+            rename(temporary, target)
+            return target
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from trainyard.errors import UserError
-from trainyard.files import fsync_path, name_failed_write, name_partial, open_file, parse_json
+from trainyard.files import name_failed_write, name_partial, open_file, parse_json, rename
 
 Array = NDArray[np.float32]
 
@@ -69,9 +69,7 @@ def create_tensor_file(
             yield arrays
             for array in arrays.values():
                 array.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        fsync_path(path.parent)
+        rename(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 

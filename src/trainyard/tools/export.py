@@ -19,7 +19,7 @@ from trainyard.data.prepare import is_packed
 from trainyard.data.shards import ShardSet
 from trainyard.data.splits import find_splits
 from trainyard.errors import UserError
-from trainyard.files import fsync_path, name_full_disk
+from trainyard.files import name_full_disk, rename
 from trainyard.runs import pair_scores
 from trainyard.runs.folder import CONFIG
 from trainyard.runs.manifest import Entry
@@ -103,9 +103,7 @@ def export_program(
         runtime, compute = (program.open_onnx if onnx else program.open_torch_export)(partial)
         check = Check(len(ids), source, runtime, program.compare(compute, batches), signature.tolerance)
         _refuse_difference(run, check)
-        fsync_path(partial)
-        partial.replace(out)
-        fsync_path(out.parent)
+        rename(partial, out)
     return check
 
 
