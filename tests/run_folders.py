@@ -61,9 +61,12 @@ class RunFolder:
         line = {"kind": "event", "step": step, "event": name, **named, **more}
         append(self.run / "events.jsonl", line | {"elapsed_s": 1.0, "time": format_time(at, "+00:00")})
 
-    def write_heartbeat(self, at: float, *, attempt: str = "12-0", step: int = 40, phase: str = "training") -> None:
+    def write_heartbeat(
+        self, at: float, *, attempt: str = "12-0", step: int = 40, phase: str = "training", previous: str | None = None
+    ) -> None:
         beat = {"time": at, "phase": phase, "step": step, "total_steps": 100, "samples_per_s": 123.4}
-        (self.run / "heartbeat.json").write_text(json.dumps(beat | {"host": "a100-0", "attempt": attempt}))
+        beat |= {"host": "a100-0", "attempt": attempt} | ({"previous": previous} if previous else {})
+        (self.run / "heartbeat.json").write_text(json.dumps(beat))
 
     def add_error(self, at: float, cause: str, *, rank: int = 0, attempt: str = "12-0", message: str = "no") -> Path:
         path = self.run / "errors" / f"{attempt}-rank{rank}.json"

@@ -38,6 +38,38 @@ def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # States
 
 
+def test_attempts_are_in_their_recorded_order_whatever_their_clocks_said(tmp_path):
+    folder, back = RunFolder(tmp_path, job=None), int(NOW) - 7200
+    first, second, packing = f"local-{int(NOW)}", f"local-{back}", f"local-{back - 7200}"
+    folder.add_event(NOW, "start", 0, attempt=first)
+    folder.add_event(back, "resume", 4, attempt=second)
+    folder.write_heartbeat(back + 5, attempt=second, step=11)
+    folder.add_event(back + 9, "stop", 12, reason="interrupted")
+    folder.write_heartbeat(back - 7200, attempt=packing, previous=second, phase="packing", step=0)
+    folder.add_error(back - 7190, "user error", attempt=packing)
+    status = folder.read_status()
+    assert [attempt.id for attempt in status.attempts] == [first, second, packing]
+    assert status.cause == "user error" and status.step == 12
+
+
+def test_a_heartbeat_of_a_writer_that_was_replaced_and_woke_up_says_nothing(folder):
+    folder.add_event(NOW - 90, "start", 0, attempt="12-0")
+    folder.add_event(NOW - 60, "resume", 4, attempt="12-1")
+    folder.write_heartbeat(NOW - 50, attempt="12-1", step=11)
+    assert folder.read_status().step == 11
+    folder.add_event(NOW - 40, "done", 12)
+    folder.write_heartbeat(NOW - 3, attempt="12-0", step=8)
+    status = folder.read_status()
+    assert (status.step, status.snapshot.heartbeat) == (12, {})
+
+
+def test_attempts_with_damaged_records_of_their_order_are_listed_by_time(tmp_path):
+    folder = RunFolder(tmp_path, job=None)
+    for at, name, before in ((2, "local-2", "local-1"), (1, "local-1", "local-2")):
+        folder.add_event(at, "start", 0, attempt=name, previous={"attempt": before})
+    assert [attempt.id for attempt in folder.read_status().attempts] == ["local-1", "local-2"]
+
+
 def test_a_run_that_was_never_started_is_new(tmp_path):
     status = RunFolder(tmp_path, job=None).read_status()
     assert (status.state, status.step, status.last_activity_s, status.attempts) == ("new", None, None, [])

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,15 +173,21 @@ def read_run(run: Path) -> RunSnapshot:
 
     log = run / "log"
     submission = keep_object(run / SUBMISSION, _SUBMISSION)
-    folders = list_folders(run, submission)
+    folders, events = list_folders(run, submission), keep_lines(run / "events.jsonl", _EVENT)
     heartbeats = [keep_object(folder / "heartbeat.json", _HEARTBEAT) for folder in folders]
+    trained = [name for name in _group_events(events) if name]
     snapshot = RunSnapshot(
         run=run,
         submission=submission,
         cancelled=(run / CANCELLED).exists(),
         starts_and_ends=[line for folder in folders for line in keep_lines(folder / _ATTEMPTS, _START_OR_END)],
-        events=keep_lines(run / "events.jsonl", _EVENT),
-        heartbeat=max(heartbeats, key=lambda beat: float(beat.get("time", 0.0))),
+        events=events,
+        # A writer that was replaced, and wakes up, may still write one: it is not of the newest attempt.
+        heartbeat=max(
+            (beat for beat in heartbeats if beat.get("attempt") not in trained[:-1]),
+            key=lambda beat: float(beat.get("time", 0.0)),
+            default={},
+        ),
         errors=[error for folder in folders for error in read_errors(folder)],
         owner=_read_owner(run),
         log_changed=log.stat().st_mtime if log.exists() else None,
@@ -198,7 +207,7 @@ _START_OR_END = {
 }
 _EVENT = {"time": _TIME, "event": "text", "step": "count", "total_steps": "count", "world_size": "count"}
 _HEARTBEAT = {
-    **{"time": "number", "phase": "text", "attempt": "text"},
+    **{"time": "number", "phase": "text", "attempt": "text", "previous": "text"},
     **{"step": "count", "total_steps": "count", "samples_per_s": "number"},
 }
 _RANK = {"time": "number", "rank": "count", "host": "text"}
@@ -363,7 +372,37 @@ def _build_attempts(snapshot: RunSnapshot) -> list[Attempt]:
     local = _find_local_attempts(snapshot, events)
     attempts = [_build_slurm_attempt(snapshot, id, lines, events.get(id, [])) for id, lines in submitted.items()]
     attempts += [_build_local_attempt(snapshot, id, events.get(id, [])) for id in local]
-    return sorted(attempts, key=lambda attempt: attempt.start)
+    starts = [event for event in snapshot.events if event.get("event") in STARTS]
+    orders = [list(submitted), [name for name in events if name]]
+    orders += [[before.get("attempt"), start.get("attempt")] for start in starts if (before := start.get("previous"))]
+    orders += [[snapshot.heartbeat.get("previous"), snapshot.heartbeat.get("attempt")]]
+    return _sort_attempts(attempts, [pair for order in orders for pair in pairwise(order)])
+
+
+def _sort_attempts(attempts: Sequence[Attempt], recorded: Iterable[tuple[str, str]]) -> list[Attempt]:
+    """Sort attempts, oldest first, by what was recorded; a clock, which may go back, decides only where nothing was.
+
+    Args:
+        recorded: ids of an attempt and of a later one.
+    """
+    by_id = {attempt.id: attempt for attempt in attempts}
+    sorter = TopologicalSorter({id: set[str]() for id in by_id})
+    for before, after in recorded:
+        if before in by_id and after in by_id and before != after:
+            sorter.add(after, before)
+    merged: list[Attempt] = []
+    ready: list[tuple[float, str]] = []
+    try:
+        sorter.prepare()
+    except CycleError:  # the files are damaged
+        return sorted(attempts, key=lambda attempt: attempt.start)
+    while sorter:
+        for id in sorter.get_ready():
+            heappush(ready, (by_id[id].start, id))
+        _, id = heappop(ready)
+        merged.append(by_id[id])
+        sorter.done(id)
+    return merged
 
 
 def _group_events(events: Sequence[JsonObject]) -> dict[str, list[JsonObject]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from trainyard.cluster import query as slurm
 from trainyard.cluster.query import JobUsage, SlurmError, SlurmJob
 from trainyard.runs.folder import format_run_name
-from trainyard.runs.history import Attempt, RunSnapshot, parse_time, read_run
+from trainyard.runs.history import Attempt, RunSnapshot, read_run
 from trainyard.runs.state import Cause, State
 from trainyard.runs.verdict import is_managed_by_slurm, judge_run
 from trainyard.text import SCREEN_WIDTH, align_columns, cut, format_duration
@@ -203,13 +203,12 @@ def _find_foreign_jobs(submitted: Sequence[RunSnapshot], here: str) -> dict[Path
 
 
 def _find_step(snapshot: RunSnapshot) -> int | None:
-    """Return the step of the heartbeat or of the last event, whichever is newer."""
+    """Return the step of the heartbeat or of the last event, whichever is higher: both are of the newest attempt."""
     heartbeat, event = snapshot.heartbeat, snapshot.events[-1] if snapshot.events else {}
     # While a run prepares, its heartbeat does not know the step: the checkpoint has not been read yet.
-    has_step = heartbeat.get("phase") not in ("preparing", "packing") and heartbeat.get("step") is not None
-    if has_step and (not event or float(heartbeat["time"]) >= parse_time(event["time"])):
-        return int(heartbeat["step"])
-    return event.get("step")
+    is_known = heartbeat.get("phase") not in ("preparing", "packing")
+    steps = [event.get("step"), heartbeat.get("step") if is_known else None]
+    return max((int(step) for step in steps if step is not None), default=None)
 
 
 # The table
