@@ -25,7 +25,7 @@ PARTS = {
     "heartbeat": (r"^\.heartbeat\.json\.", 0),
     "metrics": (r"/metrics\.jsonl$", 1),  # one page is left for events.jsonl
     "log": (r"/it/log$", 0),
-    "checkpoint": (r"/step-\d+\.ckpt\.partial$", 1),
+    "checkpoint": (r"/\.step-\d+\.ckpt\..*partial$", 1),
     "report": (r"^\.report\.html\.", 0),
     "pack": (r"/\.stripes-(?!synthetic)[\w-]+\.guard$", 2),
     "index": (r"^\.index\.h5\.", 0),

@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -188,13 +189,16 @@ def save_and_record_calls(directory: Path) -> list[str]:
     calls = []
     real_fsync, real_replace = os.fsync, os.replace
 
+    def shorten(path):
+        return re.sub(r"^\.(.*)\.[0-9a-f]{16}\.partial$", r"\1.partial", Path(path).name)
+
     def fsync(descriptor):
-        calls.append(f"fsync {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        calls.append(f"fsync {shorten(Path(f'/proc/self/fd/{descriptor}').readlink())}")
         real_fsync(descriptor)
 
-    def replace(source, target):
-        calls.append(f"rename {Path(source).name} {Path(target).name}")
-        real_replace(source, target)
+    def replace(source, target, **folders):
+        calls.append(f"rename {shorten(source)} {shorten(target)}")
+        real_replace(source, target, **folders)
 
     os.fsync, os.replace = fsync, replace
     save(directory, {"x": torch.ones(3)}, step=5, meta={})
@@ -207,9 +211,11 @@ def test_bytes_reach_the_disk_before_their_names_do(tmp_path):
         calls = pool.submit(save_and_record_calls, tmp_path / "new").result()
     assert calls == [
         f"fsync {tmp_path.name}",
-        "fsync step-000000005.ckpt.partial",
+        "fsync step-000000005.ckpt.partial",  # then it may have lost the run
         "fsync step-000000005.json.partial",
         "rename step-000000005.json.partial step-000000005.json",
+        "fsync new",  # the data never have their name without their manifest
+        "fsync step-000000005.ckpt.partial",
         "rename step-000000005.ckpt.partial step-000000005.ckpt",
         "fsync new",
     ]
@@ -406,9 +412,25 @@ def test_a_save_that_fails_in_its_manifest_leaves_nothing(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000001.ckpt", "step-000000001.json"]
 
 
+def test_a_writer_that_lost_its_run_while_it_wrote_gives_nothing_a_name(tmp_path):
+    def take_over() -> None:
+        save(tmp_path, make_state(2), step=2, meta={"by": "new"})
+        raise UserError("no longer owns the run")
+
+    save_steps(tmp_path, 1)
+    with pytest.raises(UserError, match="no longer owns"):
+        save(tmp_path, make_state(1), step=2, meta={"by": "old"}, check_owner=take_over)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *(f"step-00000000{step}.{kind}" for step in (1, 2) for kind in ("ckpt", "json"))
+    ]
+    newest = checkpoint.find_newest_valid(tmp_path)
+    assert newest is not None and newest.meta == {"by": "new"}
+
+
 def test_leftovers_are_removed_by_the_next_save_and_foreign_files_stay(tmp_path):
     save_steps(tmp_path, 1)
-    for name in ("step-000000002.ckpt.partial", "step-000000002.json.partial", "step-000000003.json", "step-x.json"):
+    old = ("step-000000002.ckpt.partial", "step-000000002.json.partial", ".step-000000002.ckpt.0a1b.partial")
+    for name in (*old, "step-000000003.json", "step-x.json"):
         (tmp_path / name).write_text("{}")
     (tmp_path / "notes.partial").write_text("mine")
     assert check_newest(tmp_path) == 1 and (tmp_path / "step-000000002.ckpt.partial").exists(), "readers delete nothing"

@@ -1,5 +1,6 @@
 """Time is what the device took, not what launching took: the training loop on an imitated asynchronous device."""
 
+import hashlib
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,9 +18,11 @@ from trainyard.config.families import load_family
 from trainyard.config.settings import ScheduleSettings
 from trainyard.data.loader import MicroBatch
 from trainyard.data.shards import ShardSet
+from trainyard.errors import UserError
 from trainyard.hardware import choose_precision
 from trainyard.report.run_story import RunStory
-from trainyard.runs.events import read_metrics
+from trainyard.runs.events import read_events, read_metrics
+from trainyard.runs.lock import RunLock
 from trainyard.train.heartbeat import Heartbeat
 from trainyard.train.meters import StepMeter
 from trainyard.train.module import DataInfo
@@ -286,6 +289,37 @@ def test_on_the_cpu_idle_is_waiting_for_data(device):
     assert timings == pytest.approx(
         {"samples_per_s": 6.0, "step_ms": 2000, "data_wait_ms": 500, "idle_ms": 500, "compute_ms": 1500}
     )
+
+
+def test_what_a_writer_that_was_replaced_still_writes_is_not_read(tmp_path: Path):
+    run = new_run(tmp_path)
+    with closing(Recorder(run, trackers=(), config={}, resume_at=None)) as old:
+        old.log("train", 4, {"loss": 1.0})
+        old.log("event", 4, {"event": "start", "attempt": "local-1"})
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"kind": "tra')  # what a killed writer left
+        with closing(Recorder(run, trackers=(), config={}, resume_at=4)) as new:
+            new.log("train", 5, {"loss": 0.5})
+            old.log("train", 5, {"loss": 9.0})  # the file system did not answer until now
+            old.log("event", 5, {"event": "failed", "reason": "woke up"})
+            new.log("train", 6, {"loss": 0.4})
+            written = new.describe_metrics()
+    assert [line["loss"] for line in read_metrics(run)] == [1.0, 0.5, 0.4]
+    assert [event["event"] for event in read_events(run)] == ["start"]
+    content = (run / "metrics.jsonl").read_bytes()
+    assert written == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def test_a_heartbeat_of_a_run_that_was_taken_over_is_not_written(tmp_path: Path):
+    heartbeat, lock = Heartbeat(tmp_path, "local-1"), RunLock(tmp_path, attempt="local-1")
+    with lock:
+        heartbeat.check_owner = lock.check
+        heartbeat.beat("training", now=True)
+        (tmp_path / "lock").unlink()
+        before = (tmp_path / "heartbeat.json").read_text()
+        with pytest.raises(UserError, match="no longer owns the run"):
+            heartbeat.beat("training", step=9, now=True)
+    assert (tmp_path / "heartbeat.json").read_text() == before
 
 
 def test_a_heartbeat_that_cannot_be_written_is_warned_of_once_and_ends_nothing(tmp_path: Path):

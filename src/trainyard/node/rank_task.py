@@ -147,6 +147,7 @@ def execute(
         while True:
             try:
                 lock = RunLock(run, break_other_host=break_lock, attempt=attempt) if world.is_main else None
+                heartbeat.check_owner = lock.check if lock else heartbeat.check_owner
                 with report_full_disk(run), lock or nullcontext(), _set_up_logging(run, world):
                     code = _pack(rank) if only_packs else _train(rank, lock)
                 break

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainyard.errors import UserError
-from trainyard.files import AppendedFile, open_file, parse_json
+from trainyard.files import AppendedFile, open_atomically, open_file, parse_json
 
 TIMING_KEYS = frozenset(
     {"samples_per_s", "step_ms", "data_wait_ms", "idle_ms", "compute_ms", "memory_gib", "elapsed_s", "seconds"}
@@ -263,6 +263,16 @@ def append_event(run: Path, fields: Mapping[str, Any]) -> None:
     line = {"kind": "event", "step": last.get("step", 0), **fields, "elapsed_s": last.get("elapsed_s", 0.0)}
     with closing(AppendedFile(path)) as file:
         file.write(json.dumps(line | {"time": datetime.now(UTC).isoformat(timespec="seconds")}).encode() + b"\n")
+
+
+def start_new_file(path: Path) -> None:
+    """Copy the whole lines of a file, which may not exist, to a new one of its name. For the run's owner only.
+
+    An owner that was replaced while the file system did not answer still writes a line when it wakes up: to the old
+    file. So does one that was killed within a line, whose rest would precede the next line.
+    """
+    with _open_lines(path) as old, open_atomically(path) as new:
+        new.writelines(line for line in old if line.endswith(b"\n"))
 
 
 def drop_torn_tail(path: Path) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,16 @@ import torch
 from loguru import logger
 
 from trainyard.errors import UserError
-from trainyard.files import CHECKPOINT, FORMATS, create_file, find_existing, fsync_path, make_folder_inside
+from trainyard.files import (
+    CHECKPOINT,
+    FORMATS,
+    create_file,
+    find_existing,
+    fsync_path,
+    make_folder_inside,
+    name_partial,
+    rename,
+)
 from trainyard.runs.changes import FILES
 from trainyard.runs.manifest import (
     DATA_NAME,
@@ -44,7 +54,14 @@ State = dict[str, Any]
 """Nested dicts, lists and tuples of tensors, numbers, strings and None."""
 
 
-def save(directory: Path, state: State, *, step: int, meta: Mapping[str, Any]) -> Path:
+def save(
+    directory: Path,
+    state: State,
+    *,
+    step: int,
+    meta: Mapping[str, Any],
+    check_owner: Callable[[], None] = lambda: None,
+) -> Path:
     """Write the checkpoint of `step`, so that kill -9 or a power cut at any instant leaves the directory valid.
 
     Returns its data file.
@@ -57,6 +74,7 @@ def save(directory: Path, state: State, *, step: int, meta: Mapping[str, Any]) -
         state: tensors may be on any device.
         step: optimizer steps finished.
         meta: JSON values for the manifest, such as epoch, metrics, config hash and world size.
+        check_owner: called before anything gets its name; raises if another process writes this directory now.
 
     Raises:
         CheckpointError: the state contains something that a safe load would refuse, or the disk did not take all of
@@ -76,7 +94,7 @@ def save(directory: Path, state: State, *, step: int, meta: Mapping[str, Any]) -
         revision = 1 + max((parse_name(old)[1] for old in replaced), default=-1)
         _require_room(directory, needed)
         path = directory / format_name(step, revision)
-        _write(path, state, step=step, meta=meta)
+        _write(path, state, step=step, meta=meta, check_owner=check_owner)
     except OSError as error:
         disk = find_existing(directory)
         free = shutil.disk_usage(disk).free
@@ -286,14 +304,13 @@ def export(path: Path, out: Path, *, texts: Mapping[str, str] | None = None) -> 
     except (LookupError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{path}: not exported: its weights are not where they should be ({error}).") from error
     metadata = {"format": "pt", **describe_weights(entry, state), **(texts or {})}
-    partial = _add_partial_suffix(out)
+    partial = name_partial(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         safetensors.torch.save_file(weights, partial, metadata=metadata)
         fsync_path(partial)
         _compare_with_file(weights, partial)
-        partial.replace(out)
-        fsync_path(out.parent)
+        rename(partial, out)
     except (OSError, safetensors.SafetensorError) as error:
         partial.unlink(missing_ok=True)
         raise CheckpointError(f"{out}: not exported: {error}. Free some space, or name a file elsewhere.") from error
@@ -311,24 +328,23 @@ def _compare_with_file(weights: Mapping[str, torch.Tensor], path: Path) -> None:
         raise OSError(errno.EIO, "the disk does not return what was written")
 
 
-def _write(path: Path, state: State, *, step: int, meta: Mapping[str, Any]) -> None:
+def _write(path: Path, state: State, *, step: int, meta: Mapping[str, Any], check_owner: Callable[[], None]) -> None:
     """Write data and manifest in the order that leaves every prefix of it valid."""
     manifest_path = path.with_suffix(".json")
-    partial, manifest_partial = _add_partial_suffix(path), _add_partial_suffix(manifest_path)
+    partial, manifest_partial = name_partial(path), name_partial(manifest_path)
     try:
         with create_file(partial, buffering=0) as file:
             writer = _HashingWriter(file)
             torch.save(state, cast(IO[bytes], writer))
         if writer.failure:
             raise writer.failure
-        fsync_path(partial)
         with create_file(manifest_partial) as file:
             file.write(_encode_manifest(step, writer.bytes, writer.hash.hexdigest(), meta).encode())
-        fsync_path(manifest_partial)
+        fsync_path(partial)  # here, because it may take long
+        check_owner()
         # The manifest goes first: alone it is no checkpoint, but data without a manifest are a damaged one.
-        manifest_partial.replace(manifest_path)
-        partial.replace(path)
-        fsync_path(path.parent)
+        rename(manifest_partial, manifest_path)
+        rename(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         manifest_partial.unlink(missing_ok=True)
@@ -363,10 +379,6 @@ class _HashingWriter:
         """Do nothing: the file is unbuffered. torch.save calls this."""
 
 
-def _add_partial_suffix(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
-
-
 def _encode_manifest(step: int, size: int, sha256: str, meta: Mapping[str, Any]) -> str:
     fields = {"format": FORMATS[CHECKPOINT], "step": step, "bytes": size, "sha256": sha256, "meta": dict(meta)}
     fields = json.loads(json.dumps(fields))  # what a reader gets: string keys, no tuples
@@ -375,10 +387,10 @@ def _encode_manifest(step: int, size: int, sha256: str, meta: Mapping[str, Any])
 
 def _remove_leftovers(directory: Path) -> None:
     """Remove what an interrupted save or deletion left: partial files, and manifests without their data."""
-    for path in list(directory.glob("step-*")):
+    for path in list(directory.glob("*step-*")):
         data = path.with_suffix(".ckpt")
         orphan = path.suffix == ".json" and DATA_NAME.fullmatch(data.name) and not data.exists()
-        if orphan or path.name.endswith((".ckpt.partial", ".json.partial")):
+        if orphan or re.fullmatch(r"\.?step-.+\.(ckpt|json)(\.[0-9a-f]+)?\.partial", path.name):
             path.unlink()
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class Heartbeat:
         self.input_wait_s = 0.0  # of training so far
         self.failed_writes = 0
         self.previous = _read_previous(self._path) if self._path is not None else {}
+        self.check_owner: Callable[[], None] = lambda: None  # raises if another process has taken over the run
 
     def touch(self, samples: int = 0) -> None:
         """Note that some work is done, such as a micro-batch, of however many samples. Costs nothing."""
@@ -63,6 +65,9 @@ class Heartbeat:
             phase: "preparing", "packing", "waiting" (for rank 0 to pack), "compiling", "training", "evaluating" or
                 "saving".
             now: write in any case, because the phase that begins may take long.
+
+        Raises:
+            UserError: another process has taken over the run.
         """
         self._count()
         self.progress.phase, self.progress.step = phase, step
@@ -72,6 +77,8 @@ class Heartbeat:
         self._last_s = time.monotonic()
         content = {"time": time.time(), "phase": phase, "step": step, "total_steps": total_steps}
         content |= {"samples_per_s": self.samples_per_s, "host": socket.gethostname(), "attempt": self.attempt}
+        content |= {"previous": self.previous["attempt"]} if "attempt" in self.previous else {}
+        self.check_owner()
         try:
             write_atomically(self._path, json.dumps(content | {"spent": self.read_spent()}), durable=False)
         except OSError as error:  # worthless after a crash, so a glitch of a network file system must not be one

@@ -21,11 +21,11 @@ from trainyard.runs.events import (
     KINDS,
     METRICS_FILE,
     Line,
-    drop_torn_tail,
     find_elapsed_s,
     find_end_of_step,
     read_last_lines,
     read_lines,
+    start_new_file,
 )
 from trainyard.train.run_context import (
     VALIDATION,
@@ -50,7 +50,7 @@ class Recorder:
         monitor: str = "",
         check_owner: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open both files for appending, and the trackers.
+        """Open both files for appending, as new ones (`start_new_file`), and the trackers.
 
         Args:
             run: the run folder; it exists.
@@ -65,7 +65,7 @@ class Recorder:
             UserError: a tracker is not installed, or the folder of a new run already has metrics.
         """
         for path in (run / METRICS_FILE, run / EVENTS_FILE):
-            drop_torn_tail(path)
+            start_new_file(path)
         newest = _read_newest(run, resume_at)
         self._trackers = [open_tracker(name, run, config, resume_at, monitor=monitor) for name in trackers]
         for line in newest:

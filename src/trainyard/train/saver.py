@@ -241,7 +241,8 @@ class Saver:
     ) -> tuple[Path, float]:
         """Write a checkpoint and delete old ones, in the thread."""
         begin, folder = time.perf_counter(), self._context.run / "checkpoints"
-        saved = checkpoint.save(folder, content, step=step, meta=meta)
+        saved = checkpoint.save(folder, content, step=step, meta=meta, check_owner=self._context.check_owner)
+        self._context.check_owner()
         checkpoint.prune(
             folder,
             keep_last=self._settings.keep_last,
