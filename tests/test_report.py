@@ -1,5 +1,6 @@
 """What a run records is exact and survives kills, and its report is one self-contained page."""
 
+import errno
 import io
 import json
 import math
@@ -418,6 +419,29 @@ def test_images_of_an_earlier_attempt_are_deleted(tmp_path):
     write_report_figures(run, None, "test", 20, {"A": b"d"}, {})
     found = {str(path.relative_to(run)): path.read_bytes() for path in run.glob("[fs]*/*.png")}
     assert found == {"figures/val - A.png": b"a", "figures/test - A.png": b"d"}
+
+
+def test_figures_and_a_report_that_a_disk_refuses_are_a_warning_and_a_full_disk_is_an_error(tmp_path, monkeypatch, log):
+    def fail(*names: Path | str, **folders: int | None) -> None:
+        raise OSError(number, os.strerror(number))
+
+    run, number = new_run(tmp_path, env=ENV), errno.EIO
+    with closing(open_recorder(run)) as recorder:
+        write_training(recorder, 0, 40)
+    monkeypatch.setattr(os, "replace", fail)
+    write_report_figures(run, None, "test", 10, {"A": b"a", "B": b"b"}, {})
+    assert "2 of 2 not written, the first: [Errno 5] Input/output error" in log.pop()
+    assert report.update_report(run) is None
+    assert f"Write it again: trainyard report {run}" in log.pop() and not log
+    number = errno.ENOSPC
+    for write in (
+        lambda: write_report_figures(run, None, "test", 10, {"A": b"a"}, {}),
+        lambda: report.update_report(run),
+    ):
+        with pytest.raises(OSError, match="No space left"):
+            write()
+    monkeypatch.undo()
+    assert report.update_report(run) == run / "report.html"
 
 
 def test_images_of_samples_keep_their_pixels_and_proportions():

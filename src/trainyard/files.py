@@ -300,6 +300,21 @@ def name_failed_write(path: Path, *, size_bytes: int = 0) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def forgive_failed_write(tell: Callable[[OSError], object]) -> Iterator[None]:
+    """Tell of an error of the block instead of raising it: for what is worthless after a crash, or can be made again.
+
+    Raises:
+        OSError: the disk is full or read-only: what is needed would not be written either.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise
+        tell(error)
+
+
+@contextlib.contextmanager
 def name_full_disk(folder: Path) -> Iterator[None]:
     """Make an error of a full disk say that it was the disk of `folder`, if it names no file.
 

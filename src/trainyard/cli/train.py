@@ -214,13 +214,14 @@ def _run_ranks(run: Path, args: argparse.Namespace, count: int) -> int:
 
 
 def _print_outcome(run: Path, code: int, args: argparse.Namespace) -> None:
-    from trainyard.report.run_page import format_summary, write_report
+    from trainyard.report.run_page import format_summary, update_report
     from trainyard.train.stop import EXIT_CODES
 
     if code == ExitCode.DONE:
         job = run.parent.name
-        report, options = write_report(run), f"trainyard options {job}{format_families(job, args.jobs)}"
-        next_commands = [f"open {quote_path(report)}", f"trainyard export {quote_path(run)} {job}.safetensors", options]
+        report, options = update_report(run), f"trainyard options {job}{format_families(job, args.jobs)}"
+        next_commands = [f"open {quote_path(report)}"] if report is not None else []
+        next_commands += [f"trainyard export {quote_path(run)} {job}.safetensors", options]
         say(format_summary(run, next_commands=next_commands))
     elif code in EXIT_CODES.values():
         say(f"Stopped and saved. Resume: trainyard resume {quote_path(run)}", file=sys.stderr)

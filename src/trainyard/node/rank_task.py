@@ -65,10 +65,11 @@ class RankTask:
         try:
             code = self._train_or_pack(self.since or time.time())
             if code == 0 and not self.only_packs and read_world(os.environ).is_main:
-                from trainyard.report.run_page import write_report
+                from trainyard.report.run_page import update_report
 
                 with report_full_disk(self.run):
-                    say(f"report: {write_report(self.run)}")
+                    if (report := update_report(self.run)) is not None:
+                        say(f"report: {report}")
         except UserError as error:
             say(f"{type(error).__name__}: {error}", file=sys.stderr)
             code = choose_exit_code(error)

@@ -5,7 +5,9 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trainyard.files import limit_writers, write_atomically
+from loguru import logger
+
+from trainyard.files import forgive_failed_write, limit_writers, write_atomically
 from trainyard.report.evaluation_table import render_evaluations
 from trainyard.report.figures import Plot
 from trainyard.report.headline import find_headline, render_headline
@@ -18,7 +20,7 @@ from trainyard.runs.events import ENDS, EVENTS_FILE, STARTS, flatten
 from trainyard.runs.goodput import compute_shares, describe_goodput
 from trainyard.runs.observations import read_usage
 from trainyard.scoring import explain_missing_intervals
-from trainyard.text import format_duration, format_size
+from trainyard.text import format_duration, format_size, quote_path
 
 
 def format_summary(run: Path, *, next_commands: Sequence[str] = ()) -> str:
@@ -105,6 +107,21 @@ def _list_usage(story: RunStory) -> list[tuple[str, str, str]]:
 
 _MAX_EVENTS = 200
 _USAGE_COLUMNS = ("", "predicted by the stored plan", "observed")
+
+
+def update_report(run: Path) -> Path | None:
+    """Write the report of a run that is done and return its file; None, with a warning, if that fails.
+
+    Raises:
+        OSError: the disk is full or read-only.
+        UserError: as for `write_report`.
+    """
+    failed: list[OSError] = []
+    with forgive_failed_write(failed.append):
+        return write_report(run)
+    again = f"trainyard report {quote_path(run)}"
+    logger.warning("{}: the report is not written: {}. The run is done. Write it again: {}", run, failed[0], again)
+    return None
 
 
 @limit_writers()

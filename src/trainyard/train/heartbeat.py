@@ -14,7 +14,7 @@ from typing import Any
 
 from loguru import logger
 
-from trainyard.files import DISK_FULL, write_atomically
+from trainyard.files import forgive_failed_write, write_atomically
 from trainyard.runs.history import read_object
 
 HEARTBEAT_FILE = "heartbeat.json"
@@ -79,14 +79,13 @@ class Heartbeat:
         content |= {"samples_per_s": self.samples_per_s, "host": socket.gethostname(), "attempt": self.attempt}
         content |= {"previous": self.previous["attempt"]} if "attempt" in self.previous else {}
         self.check_owner()
-        try:
+        with forgive_failed_write(self._count_failed_write):
             write_atomically(self._path, json.dumps(content | {"spent": self.read_spent()}), durable=False)
-        except OSError as error:  # worthless after a crash, so a glitch of a network file system must not be one
-            if error.errno in DISK_FULL:
-                raise
-            if not self.failed_writes:
-                logger.warning("{}: not written: {}. The run goes on, and looks silent until it is", self._path, error)
-            self.failed_writes += 1
+
+    def _count_failed_write(self, error: OSError) -> None:
+        if not self.failed_writes:
+            logger.warning("{}: not written: {}. The run goes on, and looks silent until it is", self._path, error)
+        self.failed_writes += 1
 
     def read_spent(self) -> dict[str, float]:
         """Return the seconds of this attempt so far by phase, with "input": those of training that waited for data."""

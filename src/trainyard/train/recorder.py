@@ -15,7 +15,7 @@ import numpy as np
 from loguru import logger
 
 from trainyard.errors import UserError
-from trainyard.files import AppendedFile, make_folder_inside, open_atomically, write_atomically
+from trainyard.files import AppendedFile, forgive_failed_write, make_folder_inside, open_atomically, write_atomically
 from trainyard.runs.events import (
     EVENTS_FILE,
     KINDS,
@@ -261,8 +261,12 @@ def write_report_figures(
         written = {folder / f"{split} - {title.replace('/', '_')}.png": png for title, png in images.items()}
         for stale in {path for path in folder.iterdir() if path.name.startswith(f"{split} - ")} - set(written):
             stale.unlink()
+        failed: list[OSError] = []
         for path, png in written.items():
-            write_atomically(path, png, inside=True)
+            with forgive_failed_write(failed.append):
+                write_atomically(path, png, inside=True)
+        if failed:
+            logger.warning("{}: {} of {} not written, the first: {}", folder, len(failed), len(written), failed[0])
         if recorder is not None:
             for title, png in images.items():
                 recorder.log_figure(split, step, title, png)
