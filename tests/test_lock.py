@@ -132,6 +132,24 @@ def test_a_lock_that_cannot_be_written_whole_does_not_appear(tmp_path):
         pass
 
 
+def test_a_takeover_succeeds_after_one_that_was_killed_half_way_and_when_nfs_repeats_its_rename(tmp_path, monkeypatch):
+    def replace_twice(*names: Path | str, **folders: int | None) -> None:
+        replace(*names, **folders)
+        replace(*names, **folders)  # finds nothing to rename
+
+    replace = os.replace
+    dead = subprocess.run(
+        [sys.executable, "-c", "import os, sys; from pathlib import Path; from trainyard.runs.lock import RunLock\n"
+         "with RunLock(Path(sys.argv[1])): os._exit(0)", str(tmp_path)]
+    )  # fmt: skip
+    assert dead.returncode == 0 and (tmp_path / "lock").exists()
+    os.link(tmp_path / "lock", tmp_path / ".lock.new")
+    monkeypatch.setattr(os, "replace", replace_twice)
+    with RunLock(tmp_path) as lock:
+        lock.check()
+        assert sorted(path.name[:6] for path in tmp_path.iterdir()) == [".lock.", "lock", "lock.g"]
+
+
 def test_the_next_owner_removes_what_a_killed_one_left_of_its_files(tmp_path: Path):
     left, others = tmp_path / ".env.json.0123456789abcdef.partial", tmp_path / ".report.html.0123456789abcdef.partial"
     for path in (left, others):

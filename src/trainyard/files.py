@@ -81,7 +81,7 @@ def open_atomically(
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())
-            _replace(partial, path.name, folder=folder)
+            replace(partial, path.name, folder=folder)
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(partial, dir_fd=folder)
@@ -103,12 +103,16 @@ def rename(source: Path, target: Path) -> None:
         fsync_path(Path(folder))
     if not source.is_dir():
         fsync_path(source)
-    _replace(source, target)
+    replace(source, target)
     fsync_path(target.parent)
 
 
-def _replace(source: Path | str, target: Path | str, *, folder: int | None = None) -> None:
-    """Rename within a file system; names are relative to the folder of this descriptor if there is one."""
+def replace(source: Path | str, target: Path | str, *, folder: int | None = None) -> None:
+    """Rename without flushing anything, for `rename` and what a power cut may undo.
+
+    Args:
+        folder: its descriptor, if the names are relative to it.
+    """
     moved = os.stat(source, dir_fd=folder, follow_symlinks=False)
     try:
         os.replace(source, target, src_dir_fd=folder, dst_dir_fd=folder)

@@ -372,10 +372,11 @@ def _build_attempts(snapshot: RunSnapshot) -> list[Attempt]:
     local = _find_local_attempts(snapshot, events)
     attempts = [_build_slurm_attempt(snapshot, id, lines, events.get(id, [])) for id, lines in submitted.items()]
     attempts += [_build_local_attempt(snapshot, id, events.get(id, [])) for id in local]
-    starts = [event for event in snapshot.events if event.get("event") in STARTS]
     orders = [list(submitted), [name for name in events if name]]
-    orders += [[before.get("attempt"), start.get("attempt")] for start in starts if (before := start.get("previous"))]
-    orders += [[snapshot.heartbeat.get("previous"), snapshot.heartbeat.get("attempt")]]
+    orders += [[str(snapshot.heartbeat.get("previous")), str(snapshot.heartbeat.get("attempt"))]]
+    for event in snapshot.events:
+        if isinstance(before := event.get("previous"), dict):
+            orders.append([str(before.get("attempt")), str(event.get("attempt"))])
     return _sort_attempts(attempts, [pair for order in orders for pair in pairwise(order)])
 
 

@@ -25,6 +25,7 @@ from trainyard.files import (
     name_failed_write,
     open_file,
     remove_partial_files,
+    replace,
 )
 from trainyard.text import quote_path
 
@@ -244,6 +245,7 @@ class _SecondName:
     def replace(self) -> bool:
         """Replace the lock atomically, or return False if a new owner removed this as a leftover."""
         third = self._path.with_suffix(".new")
+        third.unlink(missing_ok=True)  # of a process that was killed between the next two lines
         with contextlib.suppress(FileNotFoundError):
             try:
                 os.link(self._path, third)
@@ -251,7 +253,7 @@ class _SecondName:
                 if error.errno not in _NO_HARD_LINKS:
                     raise
                 third = self._path
-            third.replace(self._lock)
+            replace(third, self._lock)
             return True
         return False
 

@@ -61,7 +61,7 @@ def refuse_existing(*paths: Path) -> None:
 
 def write_csv(out: Path, columns: Sequence[str], lines: Iterable[Mapping[str, object]]) -> None:
     """Write the table to a temporary file and rename it, so that no incomplete table is ever visible."""
-    with open_atomically(out, durable=False) as file:
+    with open_atomically(out) as file:
         text = io.TextIOWrapper(file, encoding="utf-8", newline="")
         write_table(text, columns, lines)
         text.detach()  # flushes, and leaves the file open
