@@ -15,8 +15,11 @@ from PIL import Image
 
 from trainyard import scoring
 from trainyard.cli import main
-from trainyard.config.settings import HoldOutSettings
+from trainyard.config.compose import compose
+from trainyard.config.settings import HoldOutSettings, TrainConfig
+from trainyard.data.index import read_index
 from trainyard.data.labelled import assign_sets, list_labelled_files
+from trainyard.data.prepare import count_samples, find_packed, prepare_data
 from trainyard.errors import UserError
 from trainyard.tools import check_family
 from trainyard.tools.new_family import create_family, list_templates
@@ -116,6 +119,32 @@ def test_a_new_family_is_checked_and_learns_from_a_folder_as_typed(kind, tmp_pat
         assert all(-1 <= float(line["x0"]) < float(line["x1"]) <= 129 for line in found)
     else:
         assert len(found) == (90 if kind == "table" else 48) and set(found[0]) >= {"class", "probability"}
+
+
+def test_a_table_may_be_a_file_with_semicolons_and_decimal_commas_which_are_asked_about(tmp_path):
+    create_family(tmp_path / "jobs", "my_semicolons", "table")
+    file = tmp_path / "a.csv"
+    file.write_text("size;kind;code;target\n" + "".join(f"{i},5;a,{i};{i},b;{2 * i}\n" for i in range(30)))
+
+    def configure(*options: str) -> TrainConfig:
+        typed = [
+            f"data.path={file}",
+            f"data.cache={tmp_path / 'cache'}",
+            "packing.target=target",
+            "packing.task=regress",
+        ]
+        return compose("my_semicolons", [*typed, *options], tmp_path / "jobs")
+
+    asked = r"a\.csv, line 2: '0,5' has a decimal comma. State it: packing.decimal_mark=comma"
+    with pytest.raises(UserError, match=asked):
+        prepare_data(configure(), tmp_path / "jobs")
+    config = configure("packing.decimal_mark=comma")
+    folder = Path(prepare_data(config, tmp_path / "jobs").data.path)
+    scaling = json.loads(read_index(folder).artifacts["scaling"])
+    assert list(scaling["numbers"]) == ["size"] and list(scaling["categories"]) == ["kind", "code"]
+    assert 5 < scaling["numbers"]["size"][0] < 25 and 10 < scaling["target"][0] < 50
+    assert find_packed(config, tmp_path / "jobs") == folder
+    assert count_samples(config, tmp_path / "jobs") == 30
 
 
 SCORE, LIST = 'compute_class_metrics(rows["logits"]', "files = list_labelled_files(raw, IMAGES)"

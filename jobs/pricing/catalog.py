@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainyard import foreign
+from trainyard.data.amounts import AmountReader
 from trainyard.data.raw import list_files
 from trainyard.errors import UserError
 from trainyard.text import find_nearest, format_override, join_names
-
-from .amounts import AmountReader
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from trainyard.config.settings import EvaluationSettings, ReportSettings, TrainConfig, option
-
-from .amounts import MARKS
+from trainyard.data.amounts import MARKS
 
 
 @dataclass

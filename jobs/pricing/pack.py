@@ -93,6 +93,10 @@ def describe_faults(entries: Sequence[catalog.Entry], *, end: str) -> str:
     return f"{count} row{'s' if count > 1 else ''} {end}: {', '.join(named)}" if named else ""
 
 
+TAKES_FILE = True
+"""`data.path` may be a catalogue itself, not only the folder that it is in."""
+
+
 def samples(raw: Path, config: Config) -> Iterator[Sample]:
     """Yield every row of the catalogue `raw`: a CSV file, or a folder with one CSV file or a train.csv.
 

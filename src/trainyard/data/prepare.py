@@ -18,7 +18,7 @@ from trainyard.config.compose import compose, find_differences
 from trainyard.config.families import describe_value, load_family, locate_code, require_mapping
 from trainyard.config.settings import JPEG, KEEP, StoreSettings, TrainConfig
 from trainyard.data.generator import hash_generator, hash_packing
-from trainyard.data.raw import describe_unread, list_once, recall_listing, remember_listing
+from trainyard.data.raw import count_by_suffix, describe_unread, list_once, recall_listing, remember_listing
 from trainyard.data.splits import find_splits
 from trainyard.errors import UserError
 from trainyard.files import (
@@ -83,11 +83,11 @@ def pack_raw(
     from trainyard.data.index import IMAGE
     from trainyard.data.pack import pack
 
-    _require_folder(raw)
     family = load_family(jobs_dir, config.family, "pack")
+    _require_folder(raw, family)
     written = 0
     with list_once() as listed, remember_reads() as read:
-        seen = _Seen(read)
+        seen = Seen(read)
         listing, named = _list_raw(config, raw, jobs_dir, seen)
         if not listing.samples:
             raise UserError(f"{raw}: {explain_no_sample(raw, config, jobs_dir)} Name another folder: data.path=FOLDER")
@@ -197,7 +197,9 @@ def count_samples(config: TrainConfig, jobs_dir: Path) -> int:
         index = read_index(folder)
         check_packed(index, config)
         return index.count
-    return sum(1 for _ in load_family(jobs_dir, config.family, "pack").samples(folder, config))
+    family = load_family(jobs_dir, config.family, "pack")
+    _require_folder(folder, family)
+    return sum(1 for _ in family.samples(folder, config))
 
 
 def check_packed(index: "Index", config: TrainConfig) -> None:
@@ -229,7 +231,7 @@ def find_packed(config: TrainConfig, jobs_dir: Path) -> Path | None:
     if not any(Path(config.data.cache).glob(f"{config.family}-*/index.h5")):
         return None  # and the raw files need not be listed
     raw = Path(config.data.path) if config.data.path else _name_synthetic(config, jobs_dir)
-    if not raw.is_dir():
+    if not raw.exists():
         return None
     known = recall_listing(_name_remembered(config, raw, jobs_dir))
     if known is None:
@@ -271,13 +273,13 @@ def find_raw(config: TrainConfig, jobs_dir: Path) -> Path | None:
         UserError: the job needs data but none was given, or there is no such folder.
     """
     if config.data.path:
-        _require_folder(Path(config.data.path))
+        _require_folder(Path(config.data.path), load_family(jobs_dir, config.family, "pack"))
         return Path(config.data.path)
     if config.data.synthetic:
         return None
     raise UserError(
         f"{config.job} needs data: data.path=FOLDER, or make run JOB={config.job} DATA=FOLDER. "
-        f"What the folder should contain: {jobs_dir / config.family}/README.md"
+        f"What the folder should contain: {jobs_dir / config.family}/README.md.{suggest_first_try(config, jobs_dir)}"
     )
 
 
@@ -293,7 +295,7 @@ def restore_source(config: TrainConfig, source: str, jobs_dir: Path) -> TrainCon
     gone = config.data.path
     if config.data.synthetic and source == describe_synthetic(config.data.synthetic):
         again = ""
-    elif source and Path(source).is_dir():
+    elif source and Path(source).exists():
         again = source
     else:
         differing = find_differences(compose(config.job, [], jobs_dir), config)
@@ -314,21 +316,30 @@ def describe_synthetic(count: int) -> str:
     return f"{count} synthetic samples"
 
 
+def suggest_first_try(config: TrainConfig, jobs_dir: Path) -> str:
+    """Return a sentence that names the family's preset for a few files of one's own; "" if it has none, or it runs."""
+    few = f"{config.family}_few"
+    if config.job == few or not (jobs_dir / config.family / f"{few}.yaml").is_file():
+        return ""
+    return f" A first try with 50 to 500 files of your own: trainyard run {few} data.path=FOLDER."
+
+
 def explain_no_sample(raw: Path, config: TrainConfig, jobs_dir: Path) -> str:
     """Say that a folder has no sample of a family, what was expected, and what is there."""
     expected = getattr(load_family(jobs_dir, config.family, "pack"), "RAW_FILES", "")
     more = f"{jobs_dir / config.family}/README.md"
     files = [Path(place) / name for place, _, names in itertools.islice(os.walk(raw), _LISTED) for name in names]
-    names = [str(path.relative_to(raw)) for path in sorted(files[:_LISTED])]
-    found = f"{len(files)} files ({join_names(names, most=3)})" if files else "no file"
+    found = count_by_suffix(str(path.relative_to(raw)) for path in sorted(files)) or "no file"
     return (
         f"contains no sample that {config.family} knows. "
         + (f"Expected: {expected}; more: {more}." if expected else f"Expected: what {more} describes.")
-        + f" Found: {found}."
+        + f" Found: {found}.{suggest_first_try(config, jobs_dir)}"
     )
 
 
-def _require_folder(raw: Path) -> None:
+def _require_folder(raw: Path, family: Any) -> None:
+    if raw.is_file() and getattr(family, "TAKES_FILE", False):
+        return
     if raw.is_file():
         option = format_override("data.path", str(raw.parent))
         raise UserError(
@@ -404,7 +415,7 @@ def _lock_folder(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def _log_reading(family: Any, raw: Path, config: TrainConfig, seen: "_Seen") -> None:
+def _log_reading(family: Any, raw: Path, config: TrainConfig, seen: "Seen") -> None:
     """Log how a folder is read: five examples, and which files are not read."""
     if hasattr(family, "log_reading"):
         family.log_reading(raw, config)
@@ -412,6 +423,13 @@ def _log_reading(family: Any, raw: Path, config: TrainConfig, seen: "_Seen") -> 
         logger.info("{}: {} samples. For example:", raw, seen.count)
         for line in seen.describe_examples():
             logger.info("{}", line)
+    log_unread(raw, seen)
+
+
+def log_unread(raw: Path, seen: "Seen") -> None:
+    """Log which files of a folder are not read, by their endings."""
+    if raw.is_file():
+        return
     media, other = describe_unread(raw, seen.is_read)
     if media:
         logger.warning("{}: not read: {}", raw, media)
@@ -419,7 +437,7 @@ def _log_reading(family: Any, raw: Path, config: TrainConfig, seen: "_Seen") -> 
         logger.info("{}: not read, because they hold no samples: {}", raw, other)
 
 
-class _Seen:
+class Seen:
     """The raw files of all samples that a folder has, and some of the samples, to show how the folder is read.
 
     Args:
@@ -458,7 +476,7 @@ class _Seen:
         return align_columns(table, indent="  ")
 
 
-def _list_raw(config: TrainConfig, raw: Path, jobs_dir: Path, seen: "_Seen | None" = None) -> "tuple[Listing, Path]":
+def _list_raw(config: TrainConfig, raw: Path, jobs_dir: Path, seen: "Seen | None" = None) -> "tuple[Listing, Path]":
     """List a folder of raw files; return also the folder under `data.cache` that they are packed to."""
     from trainyard.data.pack import read_listing
 

@@ -20,7 +20,7 @@ from trainyard.cluster.description import SYNTHETIC, Cluster, load_user_file
 from trainyard.config.compose import compose
 from trainyard.config.families import find_jobs
 from trainyard.config.settings import TrainConfig
-from trainyard.data.prepare import count_samples, describe_synthetic, explain_no_sample
+from trainyard.data.prepare import count_samples, describe_synthetic, explain_no_sample, suggest_first_try
 from trainyard.errors import UserError
 from trainyard.runs.trust import require_own_file
 from trainyard.text import find_nearest, join_names
@@ -124,7 +124,7 @@ def require_data(choice: DataChoice, *, jobs_dir: Path, typed: Sequence[str]) ->
     if not config.data.path:
         return config.data.synthetic
     folder = Path(config.data.path)
-    if not folder.is_dir():
+    if not folder.exists():
         raise UserError(
             f"{folder}: no such folder ({choice.reason}). Name a folder of raw files or of shards: DATA=FOLDER"
         )
@@ -148,7 +148,7 @@ def refuse_no_data(choice: DataChoice, *, jobs_dir: Path, typed: Sequence[str]) 
             f"{config.job} needs data: data.path=FOLDER (make: DATA=FOLDER), or --synthetic (make: SYNTHETIC=1) for a "
             "few generated samples, which show that it works and teach nothing. Neither was typed, and no file names a "
             f"root of {config.job} or {config.family} under data: ({choice.reason}). What the folder should contain: "
-            f"{jobs_dir / config.family}/README.md. Type one of these:\n"
+            f"{jobs_dir / config.family}/README.md.{suggest_first_try(config, jobs_dir)} Type one of these:\n"
             f"  {_format_command(typed, 'data.path=FOLDER')}\n  {_format_command(typed, '--synthetic')}"
         )
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from trainyard.config.settings import EvaluationSettings, HoldOutSettings, TrainConfig, option
+from trainyard.data.amounts import MARKS
 
 REGRESS, CLASSIFY = "regress", "classify"
 
@@ -26,6 +27,9 @@ class PackingSettings(HoldOutSettings):
     id_column: str = option("", "column with a unique name of each row; empty: its line in the file")
     ignore: list[str] = option(list, "columns that the model must not see, such as [date,comment]")
     categories: list[str] = option(list, "columns of numbers that are names, such as [zip]; text columns are anyway")
+    decimal_mark: str = option(
+        "auto", "what separates decimals; auto: a point, but a file that leaves doubt is refused", choices=MARKS
+    )
     set_column: str = option("", "column that says train, val or test; empty: shares, by a hash of the row's name")
 
 

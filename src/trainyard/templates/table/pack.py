@@ -12,6 +12,7 @@ import numpy as np
 from loguru import logger
 
 from trainyard import foreign
+from trainyard.data.amounts import MARKS, AmountReader, parse_number
 from trainyard.data.labelled import SETS, assign_sets, find_sets
 from trainyard.data.raw import list_files
 from trainyard.data.shards import BadRecord, Loaded, Sample
@@ -21,6 +22,8 @@ from trainyard.text import format_override
 from .config import CLASSIFY, REGRESS, Config, PackingSettings
 
 SCALING = "scaling"
+TAKES_FILE = True
+"""`data.path` may be the CSV file itself, not only the folder that it is in."""
 _MOSTLY = 0.9  # a column with more numbers than this, and other text too, is one with mistakes
 
 Row = dict[str, str]
@@ -43,7 +46,7 @@ class Scaling:
 
 def fit_artifacts(raw: Path, config: Config) -> Mapping[str, str]:
     """Fit the scaling on the training rows."""
-    rows, rule = read_rows(raw, config.packing.id_column), config.packing
+    rows, rule = read_rows(raw, config.packing), config.packing
     _check_options(raw, rows, rule)
     sets = _assign_sets(rows, rule)
     training = [row for key, row in rows.items() if sets[key] == "train"]
@@ -65,20 +68,21 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
     where unknown. Columns: `target` (the number of a class, for packing.task=classify) and `set` (text). A row without
     a target is a bad record.
     """
-    rows, rule = read_rows(raw, config.packing.id_column), config.packing
+    rows, rule = read_rows(raw, config.packing), config.packing
     _check_options(raw, rows, rule)
     sets = _assign_sets(rows, rule)
     classes = _find_classes(rows.values(), rule)
     for key, row in rows.items():
         target, fault = _read_target(row, rule, classes)
-        yield Sample(key, partial(load, row, fault), columns={"target": target, "set": sets[key]})
+        read = partial(load, row, fault, decimal_mark=rule.decimal_mark)
+        yield Sample(key, read, columns={"target": target, "set": sets[key]})
 
 
 def list_labelled(
     raw: Path, config: Config, artifacts: Mapping[str, str]
 ) -> tuple[Iterator[Sample], Mapping[str, str]]:
     """Return the rows of a labelled file to evaluate, all in "test", and the artifacts of the run."""
-    rows, rule, scaling = read_rows(raw, config.packing.id_column), config.packing, Scaling.from_artifacts(artifacts)
+    rows, rule, scaling = read_rows(raw, config.packing), config.packing, Scaling.from_artifacts(artifacts)
     _require(raw, rows, [rule.target, *scaling.numbers, *scaling.categories])
     unknown = sorted(set(_find_classes(rows.values(), rule)) - set(scaling.classes))
     if unknown:
@@ -95,13 +99,20 @@ def _make_test_samples(
     classes = Scaling.from_artifacts(artifacts).classes
     for key, row in rows.items():
         target, fault = _read_target(row, rule, classes)
-        yield Sample(key, partial(load, row, fault, artifacts), columns={"target": target, "set": "test"})
+        read = partial(load, row, fault, artifacts, decimal_mark=rule.decimal_mark)
+        yield Sample(key, read, columns={"target": target, "set": "test"})
 
 
 def _read_target(row: Row, rule: PackingSettings, classes: Sequence[str]) -> tuple[float, str]:
     """Return the target, or the number of its class, and why it is none."""
     text = row[rule.target]
-    value = _parse_number(text) if not classes else float(classes.index(text)) if text in classes else None
+    value = (
+        _parse_number(text, rule.decimal_mark)
+        if not classes
+        else float(classes.index(text))
+        if text in classes
+        else None
+    )
     if value is None:
         return math.nan, f"'{text}' in column {rule.target} is no {'class' if classes else 'number'}"
     return value, ""
@@ -109,13 +120,13 @@ def _read_target(row: Row, rule: PackingSettings, classes: Sequence[str]) -> tup
 
 def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
     """Yield every row to predict."""
-    rows, scaling = read_rows(raw, config.packing.id_column), Scaling.from_artifacts(artifacts)
+    rows, scaling = read_rows(raw, config.packing), Scaling.from_artifacts(artifacts)
     _require(raw, rows, [*scaling.numbers, *scaling.categories])
     for key, row in rows.items():
-        yield Sample(key, partial(load, row, "", artifacts))
+        yield Sample(key, partial(load, row, "", artifacts, decimal_mark=config.packing.decimal_mark))
 
 
-def load(row: Row, fault: str, artifacts: Mapping[str, str]) -> Loaded:
+def load(row: Row, fault: str, artifacts: Mapping[str, str], *, decimal_mark: str) -> Loaded:
     """Scale the numbers of a row, and number its categories.
 
     Raises:
@@ -126,7 +137,7 @@ def load(row: Row, fault: str, artifacts: Mapping[str, str]) -> Loaded:
     scaling = Scaling.from_artifacts(artifacts)
     numbers = []
     for name, (mean, std) in scaling.numbers.items():
-        value = _parse_number(row[name])
+        value = _parse_number(row[name], decimal_mark)
         if value is None and row[name]:
             raise BadRecord(f"'{row[name]}' in column {name} is no number")
         numbers += [0.0 if value is None else (value - mean) / std, float(value is None)]
@@ -154,13 +165,14 @@ def synthesize(raw: Path, count: int, seed: int) -> None:
             table.writerow([f"r{i}", f"{size:.1f}", age if i % 7 else "", kind, f"{target:.2f}"])
 
 
-def read_rows(raw: Path, id_column: str) -> dict[str, Row]:
+def read_rows(raw: Path, rule: PackingSettings) -> dict[str, Row]:
     """Return the rows of a CSV file by their names, with values stripped of spaces.
 
     Raises:
         UserError: there is no such file, or not one; a column has no name, or that of another; a row has more or fewer
-            values than columns; or an id is missing, or there twice.
+            values than columns; an id is missing, or there twice; or a number could mean two values.
     """
+    id_column, lines = rule.id_column, dict[int, Row]()
     files = [raw] if raw.is_file() else list_files(raw, {".csv", ".tsv"})
     if len(files) != 1:
         raise UserError(f"{raw}: {len(files)} CSV files. Expected one: name the file itself.")
@@ -174,10 +186,24 @@ def read_rows(raw: Path, id_column: str) -> dict[str, Row]:
         key = row[id_column] if id_column else str(line)
         if not key or key in rows:
             raise UserError(f"{files[0]}: line {line}: the id '{key}' is missing, or used before.")
-        rows[key] = row
+        rows[key] = lines[line] = row
     if not rows:
         raise UserError(f"{files[0]}: has no rows.")
+    _refuse_doubt(files[0], lines, rule)
     return rows
+
+
+def _refuse_doubt(file: Path, rows: Mapping[int, Row], rule: PackingSettings) -> None:
+    """Refuse numbers that could mean two values, in columns that are mostly numbers under either decimal mark."""
+    amounts = AmountReader(str(file), decimal_mark=rule.decimal_mark)
+    texts = {rule.id_column, rule.set_column, *rule.ignore, *rule.categories}
+    for name in next(iter(rows.values())):
+        cells = {line: row[name] for line, row in rows.items() if row[name]}
+        numbers = [cell for cell in cells.values() if any(_parse_number(cell, mark) is not None for mark in MARKS)]
+        if name not in texts and len(numbers) > _MOSTLY * len(cells):
+            for line, cell in cells.items():
+                amounts.read_number(cell, line=line)
+    amounts.refuse_doubt()
 
 
 def _check_options(raw: Path, rows: Mapping[str, Row], rule: PackingSettings) -> None:
@@ -220,19 +246,19 @@ def _fit_scaling(raw: Path, rows: Sequence[Row], rule: PackingSettings, classes:
     used = [n for n in rows[0] if n not in {rule.target, rule.id_column, rule.set_column, *rule.ignore}]
     for name in used:
         texts = [row[name] for row in rows if row[name]]
-        values = [value for value in map(_parse_number, texts) if value is not None]
+        values = [value for text in texts if (value := _parse_number(text, rule.decimal_mark)) is not None]
         if name in rule.categories or len(values) <= _MOSTLY * len(texts):
             categories[name] = sorted(set(texts))
         elif len(values) < len(texts):
             option = format_override("packing.categories", [*rule.categories, name])
-            wrong = next(text for text in texts if _parse_number(text) is None)
+            wrong = next(text for text in texts if _parse_number(text, rule.decimal_mark) is None)
             raise UserError(
                 f"{raw}: column {name} has {len(values):,} numbers, and '{wrong}'. Correct it, write nothing where "
                 f"there is no number, or say that these are names: {option}"
             )
         else:
             numbers[name] = _measure(values)
-    targets = [value for row in rows if (value := _parse_number(row[rule.target])) is not None]
+    targets = [value for row in rows if (value := _parse_number(row[rule.target], rule.decimal_mark)) is not None]
     return Scaling(numbers, categories, classes, (0.0, 1.0) if classes else _measure(targets))
 
 
@@ -243,9 +269,6 @@ def _measure(values: Sequence[float]) -> tuple[float, float]:
     return float(np.mean(values)), float(np.std(values)) or 1.0
 
 
-def _parse_number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
+def _parse_number(text: str, decimal_mark: str) -> float | None:
+    value = parse_number(text, decimal_mark)
     return value if math.isfinite(value) else None

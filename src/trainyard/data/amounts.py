@@ -1,4 +1,4 @@
-"""Reads prices and other numbers as catalogues write them, and refuses those that could mean two values."""
+"""Reads prices and other numbers as people's tables write them, and refuses those that could mean two values."""
 
 import math
 import re
@@ -92,7 +92,8 @@ class AmountReader:
             line, cell = self._first_by_reading["comma"]
             other = self._first_by_reading.get("point")
             contrast = f", but '{other[1]}' in line {other[0]} a decimal point" if other else ""
-            remedy = "Write all numbers alike" if other else "State it: packing.decimal_mark=comma"
+            usual = "packing.decimal_mark=comma. It is usual where semicolons separate the columns"
+            remedy = "Write all numbers alike" if other else f"State it: {usual}"
             raise UserError(f"{self.file}, line {line}: '{cell}' has a decimal comma{contrast}. {remedy}.")
         if "either" in self._first_by_reading and "point" not in self._first_by_reading:
             line, text = self._first_by_reading["either"]
@@ -101,6 +102,11 @@ class AmountReader:
                 f"{self.file}, line {line}: '{text}' could be {point:.12g} or {comma:.12g}, and no other number tells. "
                 f"State which: packing.decimal_mark=point; comma gives {comma:.12g}."
             )
+
+
+def parse_number(cell: str, decimal_mark: str) -> float:
+    """Return a number as `AmountReader.read_number` does, and remember nothing."""
+    return AmountReader("", decimal_mark=decimal_mark).read_number(cell, line=0)
 
 
 def _normalise(cell: str) -> str:
