@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import json
 import shutil
 import time
 from contextlib import nullcontext
@@ -250,6 +251,33 @@ def test_a_file_name_that_is_a_formula_is_text_in_the_table(done, unlabelled_ima
     with out.open(newline="") as file:
         assert "'=1+1.png" in [line["image"] for line in csv.DictReader(file)]
     assert "=1+1.png" in [row["image"] for row in read_table(out)]
+
+
+@pytest.mark.slow
+def test_one_file_is_predicted_and_files_that_are_not_read_are_counted_by_ending(
+    done, unlabelled_images, tmp_path, capsys
+):
+    out, typed = tmp_path / "out.json", ["predict", str(done)]
+    assert main([*typed, str(unlabelled_images / "0003.png"), str(out), "--jobs", str(FAMILIES)]) == 0
+    assert [row["image"] for row in json.loads(out.read_text())] == ["0003.png"]
+    (unlabelled_images / "a.heic").touch()
+    (unlabelled_images / "notes.txt").touch()
+    assert main([*typed, str(unlabelled_images), str(tmp_path / "all.csv"), "--jobs", str(FAMILIES)]) == 0
+    said = capsys.readouterr().err
+    assert f"{unlabelled_images}: not read: 1 .heic (a.heic)\n" in said
+    assert "not read, because they hold no samples: 1 .txt (notes.txt)\n" in said
+
+
+@pytest.mark.slow
+def test_a_folder_without_a_file_to_predict_and_another_ending_are_one_sentence(done, tmp_path, capsys):
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.heic").touch()
+    typed = ["predict", str(done), str(tmp_path / "raw")]
+    assert main([*typed, str(tmp_path / "out.csv"), "--jobs", str(FAMILIES)]) == 2
+    assert "raw: contains no sample that stripes knows. " in (said := capsys.readouterr().err)
+    assert "Found: 1 .heic (a.heic)." in said
+    assert main([*typed, str(tmp_path / "out.xlsx"), "--jobs", str(FAMILIES)]) == 2
+    assert "out.xlsx: its ending names no kind of table. Expected .csv" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -2,6 +2,9 @@
 
 import csv
 import io
+import json
+import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trainyard.errors import UserError
-from trainyard.tables import read_table, write_table
+from trainyard.tables import check_ending, read_rows, read_table, write_rows, write_table
 
 FORMULAS = [
     "=1+1",
@@ -88,3 +91,33 @@ def test_a_table_that_was_changed_is_refused_with_the_place(content: bytes, mess
         list(read_table(path, columns=("id", "score")))
     with pytest.raises(UserError, match=r"no such file\. Write it first: trainyard predict RUN RAW"):
         list(read_table(tmp_path / "none.csv"))
+
+
+ROWS = [{"id": "=1", "score": 0.5, "list": "a"}, {"id": "\u00e9\n", "score": float("nan"), "list": ""}]
+
+
+def test_the_ending_decides_the_format_and_each_reads_back(tmp_path: Path):
+    for name in ("a.csv", "a.JSON", *(["a.parquet"] if find_spec("pyarrow") else [])):
+        check_ending(tmp_path / name)
+        with (tmp_path / name).open("wb") as file:
+            write_rows(file, Path(name).suffix, ["id", "score", "list"], iter(ROWS))
+        assert [row["id"] for row in read_rows(tmp_path / name)] == ["=1", "\u00e9\n"]
+    assert json.loads((tmp_path / "a.JSON").read_text())[1] == {"id": "\u00e9\n", "score": None, "list": ""}
+    with (tmp_path / "none.json").open("wb") as file:
+        write_rows(file, ".json", ["id"], [])
+    assert read_rows(tmp_path / "none.json") == []
+
+
+@pytest.mark.parametrize("name", ["out", "out.xlsx", "my out.tsv", "out.csv.gz"])
+def test_another_ending_is_refused_with_a_name_that_works(name: str, tmp_path: Path):
+    with pytest.raises(UserError, match=r"names no kind of table. Expected .csv, .json or .parquet, such as ") as error:
+        check_ending(tmp_path / name)
+    check_ending(Path(shlex.split(str(error.value))[-1]))
+
+
+def test_parquet_without_its_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("trainyard.tables.find_spec", lambda name: None)
+    with pytest.raises(
+        UserError, match=r"pyarrow, which writes Parquet, is not installed: pip install pyarrow. Or name"
+    ):
+        check_ending(tmp_path / "out.parquet")

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from trainyard.data.decode_cpu import decode_recording
+from trainyard.data.raw import SOUNDS, list_named
 from trainyard.data.shards import Audio, BadRecord, Loaded, Sample
 from trainyard.data.sounds import convert_to_pcm, read_sound
 from trainyard.errors import UserError
@@ -121,8 +122,7 @@ def _read_asv(raw: Path) -> str:
 
 def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
     """Yield every audio file in a folder and below it, or the file `raw` itself, for scoring."""
-    for path in [raw] if raw.is_file() else find_audio_files(raw):
-        key = raw.name if path == raw else path.relative_to(raw).as_posix()
+    for key, path in list_named(raw, SOUNDS):
         yield Sample(key, partial(load, path, config.sound.rate_hz, config.packing), source=path)
 
 

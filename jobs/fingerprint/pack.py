@@ -12,7 +12,7 @@ from loguru import logger
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from trainyard.data.raw import list_files
+from trainyard.data.raw import list_named
 from trainyard.data.shards import BadRecord, Loaded, Ragged, Sample
 from trainyard.data.write_shard import open_image
 from trainyard.errors import UserError
@@ -92,10 +92,9 @@ def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Itera
 
     Its folder below `raw` is its set, as for `packing.dpi_of_sets`.
     """
-    paths = [raw] if raw.is_file() else list_files(raw, SUFFIXES)
-    _refuse_wsq_without_decoder([path.name for path in paths])
-    for path in paths:
-        key = raw.name if path == raw else path.relative_to(raw).as_posix()
+    found = list_named(raw, SUFFIXES)
+    _refuse_wsq_without_decoder([name for name, _ in found])
+    for key, path in found:
         stated_dpi = find_set_dpi(config.packing.dpi_of_sets, key.rpartition("/")[0].partition("/")[0])
         choose = _choose_loader if config.packing.ridges == "none" else _choose_placed_loader
         yield Sample(key, choose(path, config, stated_dpi=stated_dpi), source=path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainyard.data.raw import IMAGES, list_files
+from trainyard.data.raw import IMAGES, list_named
 from trainyard.data.shards import BadRecord, Loaded, Sample
 from trainyard.data.write_shard import read_image
 
@@ -70,8 +70,7 @@ def _make_samples(people: Sequence[Person], rule: PackingSettings) -> Iterator[S
 def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
     """Yield every image in a folder and below it, or the file `raw` itself, of whomever it is."""
     rule = config.packing
-    for path in [raw] if raw.is_file() else list_files(raw, IMAGES):
-        key = raw.name if path == raw else path.relative_to(raw).as_posix()
+    for key, path in list_named(raw, IMAGES):
         yield Sample(key, partial(load, path, rule.min_side_px, rule.aspect_max), source=path)
 
 

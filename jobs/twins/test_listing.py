@@ -158,6 +158,6 @@ def test_images_in_no_folder_of_a_person_are_refused_by_what_is_expected(tmp_pat
     config = configs.compose("twins_smoke", [f"data.path={tmp_path / 'raw'}", f"data.cache={tmp_path}"], JOBS)
     with pytest.raises(
         UserError,
-        match=r"raw: contains no sample that twins.* for each person.* Found: 1 files \(1.png\)",
+        match=r"raw: contains no sample that twins.* for each person.* Found: 1 .png \(1.png\)",
     ):
         prepare_data(config, JOBS)

@@ -211,18 +211,18 @@ class Run:
         """Return the predictions for new raw files, as columns by name: numbers as float64, else texts.
 
         Args:
-            out: CSV file that is written, too.
+            out: file that is written, too: .csv, .json or .parquet.
             pairs: score these pairs, of a model that compares: a table with columns one,other. None: all.
 
         Raises:
             UserError: the folder has no samples of the job, or the job makes no predictions.
         """
-        from trainyard.tables import read_table
+        from trainyard.tables import read_rows
 
         with tempfile.TemporaryDirectory() as folder:
             table = Path(folder) / "out.csv" if out is None else Path(out)
             _call(["predict", str(self.path), str(raw), str(table), *(["--pairs", str(pairs)] if pairs else [])])
-            rows = list(read_table(table))
+            rows = read_rows(table)
         return {name: _make_column([row[name] for row in rows]) for name in (rows[0] if rows else ())}
 
     def embed(self, raw: str | Path) -> "Embeddings":

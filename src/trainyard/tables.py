@@ -1,4 +1,4 @@
-"""Writes CSV tables in which no spreadsheet finds a formula, and reads them back.
+"""Writes tables: CSV in which no spreadsheet finds a formula, which it reads back, JSON and Parquet.
 
 Excel and LibreOffice compute a cell that begins with = + - @, a tab or a line break, and a file name or an id may come
 from a stranger. Such a text gets an apostrophe in front, which marks text in both programs (OWASP, "CSV Injection");
@@ -6,12 +6,16 @@ from a stranger. Such a text gets an apostrophe in front, which marks text in bo
 """
 
 import csv
+import io
+import json
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from numbers import Number
 from pathlib import Path
-from typing import TextIO
+from typing import Any, BinaryIO, TextIO
 
 from trainyard.errors import UserError
 from trainyard.text import quote_path
@@ -34,6 +38,55 @@ def write_table(
     for row in rows:
         assert row.keys() <= set(columns), "a value without a column would be lost"
         table.writerow([_protect(row.get(name, "")) for name in columns])
+
+
+def check_ending(path: Path) -> None:
+    """Raise a UserError unless `write_rows` can write a file of this name."""
+    suffix, other = path.suffix.lower(), quote_path(path.with_suffix(".csv"))
+    if suffix not in (".csv", ".json", ".parquet"):
+        raise UserError(f"{path}: its ending names no kind of table. Expected .csv, .json or .parquet, such as {other}")
+    if suffix == ".parquet" and find_spec("pyarrow") is None:
+        raise UserError(
+            f"{path}: pyarrow, which writes Parquet, is not installed: pip install pyarrow. Or name {other}"
+        )
+
+
+def write_rows(file: BinaryIO, suffix: str, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
+    """Write a table in the format of a file's ending: CSV as `write_table`, a JSON list of objects, or Parquet.
+
+    JSON has null for numbers that are not finite. Of Parquet, all rows are held in memory.
+
+    Args:
+        suffix: one that `check_ending` accepts.
+    """
+    if suffix.lower() == ".parquet":
+        import pyarrow  # here: few have it
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist([dict(row) for row in rows]), file)
+        return
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    if suffix.lower() == ".json":
+        text.write("[")
+        for number, row in enumerate(rows):
+            lost = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+            text.write(("," if number else "") + "\n" + json.dumps({**row, **dict.fromkeys(lost)}, ensure_ascii=False))
+        text.write("\n]\n")
+    else:
+        write_table(text, columns, rows)
+    text.detach()  # flushes, and leaves the file open
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file that `write_rows` wrote; of CSV, all values are texts."""
+    if path.suffix.lower() == ".json":
+        rows: list[dict[str, Any]] = json.loads(path.read_bytes())
+        return rows
+    if path.suffix.lower() == ".parquet":
+        from pyarrow import parquet
+
+        return list(parquet.read_table(path).to_pylist())
+    return list(read_table(path))
 
 
 def read_table(path: Path, *, columns: Sequence[str] = (), remedy: str = "") -> Iterator[dict[str, str]]:

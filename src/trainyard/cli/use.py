@@ -29,10 +29,12 @@ def add_commands(verbs: Verbs) -> None:
     verb.add_argument("--split", default="", metavar="NAME", help="only this split of packed data, or set of raw files")
     verb.add_argument("--no-baseline", action="store_true", help="the run alone: baselines take longer than the run")
     verb.set_defaults(overrides=[])
-    doc = "write a run's predictions for new raw files to a CSV file; the scores of pairs, of a model that compares"
+    doc = "write a run's predictions for new raw files to a table; the scores of pairs, of a model that compares"
     verb = _add_use_verb(verbs, "predict", _predict, doc)
-    verb.add_argument("raw", type=Path, help="new raw files of the job, unlabelled")
-    verb.add_argument("out", type=Path, help="CSV file to write")
+    verb.add_argument("raw", type=Path, help="new raw files of the job, unlabelled: a folder, or one of them")
+    verb.add_argument(
+        "out", type=Path, help=".csv, .json or .parquet file to write; the family's README has its columns"
+    )
     pairs = "score these pairs: a table with columns one,other; default: all"
     verb.add_argument("--pairs", type=Path, metavar="CSV", help=pairs)
     verb = _add_use_verb(verbs, "embed", _embed, "write the embeddings of new raw files, with a CSV file of their keys")
@@ -55,7 +57,9 @@ def add_commands(verbs: Verbs) -> None:
     verb.add_argument("probes", type=Path, help=".safetensors file of `trainyard embed`, or raw files")
     verb.add_argument("gallery", type=Path, help=".safetensors file of `trainyard embed`")
     verb.add_argument("--top", type=int, metavar="K", help="candidates of each probe; default: 10")
-    verb.add_argument("--out", type=Path, metavar="CSV", help="write all candidates to this file")
+    verb.add_argument(
+        "--out", type=Path, metavar="CSV", help="write all candidates to this .csv, .json or .parquet file"
+    )
     rerank = "let the family's matcher order the K best of each probe, and print its scores"
     verb.add_argument("--rerank", type=int, metavar="K", help=rerank)
     files = "for --rerank: the raw files that GALLERY was embedded from"

@@ -14,7 +14,7 @@ from trainyard.errors import UserError
 from trainyard.files import open_atomically
 from trainyard.runs.tensor_file import create_tensor_file, map_tensor_file
 from trainyard.tables import read_table
-from trainyard.tools.predict import write_csv
+from trainyard.tools.predict import write_lines
 
 MAPPED, COMPRESSED = ".safetensors", ".npz"
 EMBEDDING = "embedding"
@@ -64,7 +64,7 @@ def write_embeddings(
         columns = ["key"] if identities is None else ["key", "identity"]
         rows = [keys] if identities is None else [keys, identities]
         lines = (dict(zip(columns, row, strict=True)) for row in zip(*rows, strict=True))
-        write_csv(find_table(path), columns, lines)
+        write_lines(find_table(path), columns, lines)
 
 
 def open_embeddings(path: Path) -> EmbeddingFile:

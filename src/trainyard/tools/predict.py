@@ -1,6 +1,5 @@
 """`trainyard predict`: run the final weights of a run on new raw files, and write a table."""
 
-import io
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ import numpy as np
 from trainyard import scoring
 from trainyard.errors import UserError
 from trainyard.files import open_atomically
-from trainyard.tables import read_table, write_table
+from trainyard.tables import check_ending, read_table, write_rows
 from trainyard.text import quote_path, suggest_nearest
 from trainyard.tools.trained_model import TrainedModel, compute_embeddings, compute_rows, load_model, pack_temporarily
 
@@ -26,7 +25,7 @@ _PAIRS_AT_ONCE = 4096
 
 
 def predict(run: Path, raw: Path, out: Path, jobs_dir: Path, *, pairs: Path | None = None) -> tuple[int, str]:
-    """Write the CSV file `out`, as `tables` does: a line per sample, or per pair in families that compare samples.
+    """Write a table to `out`, as `tables.write_rows` does: a line per sample, or per pair in families that compare.
 
     Args:
         pairs: a table of the pairs to score, with the columns `one` and `other`; None: all pairs of `raw`.
@@ -36,9 +35,9 @@ def predict(run: Path, raw: Path, out: Path, jobs_dir: Path, *, pairs: Path | No
 
     Raises:
         UserError: the family has no predictions, the run has no checkpoint, `raw` or `pairs` cannot be read, or `out`
-            exists.
+            exists or has another ending than tables have.
     """
-    refuse_existing(out)
+    refuse_table(out)
     model = load_model(run, jobs_dir)
     if pairs is not None or not model.predicts:
         model.require_embeddings("predict --pairs" if pairs is not None else "predict")
@@ -48,7 +47,7 @@ def predict(run: Path, raw: Path, out: Path, jobs_dir: Path, *, pairs: Path | No
         rows = list(compute_rows(model, data))
         joined = {name: np.concatenate([part[name] for part in rows]) for name in rows[0]}
         lines = list(model.module.prediction_rows(joined, data.read_keys(np.arange(data.count))))
-        write_csv(out, list(lines[0]), lines)
+        write_lines(out, list(lines[0]) if lines else [], lines)  # a detector may find nothing
         return data.count, "prediction"
 
 
@@ -59,12 +58,16 @@ def refuse_existing(*paths: Path) -> None:
             raise UserError(f"{path}: exists already and is not overwritten. Choose another file, or delete it.")
 
 
-def write_csv(out: Path, columns: Sequence[str], lines: Iterable[Mapping[str, object]]) -> None:
+def refuse_table(out: Path) -> None:
+    """Raise a UserError if this file exists, or no table can be written to it."""
+    refuse_existing(out)
+    check_ending(out)
+
+
+def write_lines(out: Path, columns: Sequence[str], lines: Iterable[Mapping[str, object]]) -> None:
     """Write the table to a temporary file and rename it, so that no incomplete table is ever visible."""
     with open_atomically(out) as file:
-        text = io.TextIOWrapper(file, encoding="utf-8", newline="")
-        write_table(text, columns, lines)
-        text.detach()  # flushes, and leaves the file open
+        write_rows(file, out.suffix, columns, lines)
 
 
 def _write_pairs(model: TrainedModel, data: "ShardSet", out: Path, listed: Path | None) -> int:
@@ -84,7 +87,7 @@ def _write_pairs(model: TrainedModel, data: "ShardSet", out: Path, listed: Path 
         if not pairs:
             raise UserError(f"{listed}: lists no pair. Write a line for each pair under the header one,other.")
     embeddings_ND = np.concatenate(list(compute_embeddings(model, data)))
-    write_csv(out, ["one", "other", "score"], _score_pairs(embeddings_ND, pairs, keys))
+    write_lines(out, ["one", "other", "score"], _score_pairs(embeddings_ND, pairs, keys))
     return count
 
 

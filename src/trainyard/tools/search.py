@@ -17,7 +17,7 @@ from trainyard.text import quote_path
 from trainyard.tools.embeddings import MAPPED, EmbeddingFile, open_embeddings
 from trainyard.tools.identification import compute_identification
 from trainyard.tools.nearest import Nearest, find_nearest_rows
-from trainyard.tools.predict import refuse_existing, write_csv
+from trainyard.tools.predict import refuse_table, write_lines
 from trainyard.tools.trained_model import TrainedModel, compute_embeddings, load_model, pack_temporarily
 from trainyard.train.module import DataInfo
 
@@ -85,7 +85,7 @@ def search(
     if (rerank is None) != (files is None):
         raise UserError("--rerank K and --files FOLDER belong together: the matcher reads the gallery's raw files.")
     if out is not None:
-        refuse_existing(out)
+        refuse_table(out)
     if rerank is not None and top is not None and not 0 < top <= rerank:
         raise UserError(f"--top {top}: expected 1 to {rerank}, the candidates that --rerank orders.")
     found = open_embeddings(gallery)
@@ -113,7 +113,7 @@ def search(
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         lines = list(result.list_candidates())
-        write_csv(out, list(lines[0]), lines)
+        write_lines(out, list(lines[0]), lines)
     return result
 
 

@@ -13,8 +13,10 @@ from tqdm import tqdm
 from trainyard.config.compose import thaw
 from trainyard.config.families import load_family
 from trainyard.config.settings import JPEG, TrainConfig
-from trainyard.data.prepare import build_meta
+from trainyard.data.prepare import Seen, build_meta, explain_no_sample, log_unread
+from trainyard.data.raw import list_once
 from trainyard.errors import UserError
+from trainyard.foreign import remember_reads
 from trainyard.hardware import Precision, choose_precision, count_cores
 from trainyard.runs.folder import CONFIG
 from trainyard.runs.manifest import Entry
@@ -63,15 +65,19 @@ class TrainedModel:
         return getattr(type(self.module), method) is not getattr(TrainModule, method)
 
     def list_samples(self, raw: Path) -> Iterator["Sample"]:
-        """Yield the samples of new raw files; of a single file in families that take one.
+        """Yield the samples of new raw files, a folder or one of them; at the end, log which files are not read.
 
         Raises:
-            UserError: there is no such file or folder.
+            UserError: there is no such file or folder, or no sample in it.
         """
         if not raw.exists():
             raise UserError(f"{raw}: no such file or folder. Expected unlabelled raw files, as for {self.config.job}.")
-        samples: Iterator[Sample] = self.pack.unlabelled(raw, self.config, self.artifacts)
-        return samples
+        with list_once(), remember_reads() as read:
+            seen = Seen(read)
+            yield from seen.watch(self.pack.unlabelled(raw, self.config, self.artifacts))
+            if not seen.count:
+                raise UserError(f"{raw}: {explain_no_sample(raw, self.config, Path(self.pack.__file__).parents[1])}")
+            log_unread(raw, seen)
 
     def require_matcher(self, command: str) -> None:
         """Raise a UserError if the family has no matcher of samples."""

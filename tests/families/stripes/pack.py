@@ -8,6 +8,7 @@ import numpy as np
 from families.stripes.config import Config
 from PIL import Image
 
+from trainyard.data.raw import IMAGES, list_named
 from trainyard.data.shards import BadRecord, Loaded, Sample
 from trainyard.files import create_folder
 
@@ -26,10 +27,10 @@ def fit_artifacts(raw: Path, config: Config) -> dict[str, str]:
 
 
 def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
-    """Yield every image of the folder, whatever its name."""
+    """Yield every image of the folder, whatever its name, or the file `raw` itself."""
     assert artifacts["directions"]
-    for path in sorted(raw.iterdir()):
-        yield Sample(path.name, partial(load_image, path), source=path)
+    for key, path in list_named(raw, IMAGES):
+        yield Sample(key, partial(load_image, path), source=path)
 
 
 def load_image(path: Path) -> Loaded:

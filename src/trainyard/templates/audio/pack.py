@@ -10,7 +10,7 @@ import numpy as np
 import soundfile
 
 from trainyard.data.labelled import LabelledFile, assign_sets, find_class, find_sets, list_labelled_files
-from trainyard.data.raw import SOUNDS, list_files
+from trainyard.data.raw import SOUNDS, list_named
 from trainyard.data.shards import Audio, BadRecord, Loaded, Sample
 from trainyard.data.sounds import convert_to_pcm, read_sound
 
@@ -58,8 +58,7 @@ def _make_samples(
 
 def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
     """Yield every recording in a folder and below it, or the file `raw` itself."""
-    for path in [raw] if raw.is_file() else list_files(raw, SOUNDS):
-        key = raw.name if path == raw else path.relative_to(raw).as_posix()
+    for key, path in list_named(raw, SOUNDS):
         yield Sample(key, _choose_loader(path, config), source=path)
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from trainyard.data.coco import explain_lost_boxes, read_annotations
 from trainyard.data.labelled import SETS, assign_sets, find_sets
-from trainyard.data.raw import IMAGES, find_listed, list_files
+from trainyard.data.raw import IMAGES, find_listed, list_files, list_named
 from trainyard.data.shards import BadRecord, Loaded, Ragged, Sample
 from trainyard.data.write_shard import read_image
 from trainyard.errors import UserError
@@ -77,8 +77,7 @@ def list_labelled(
 
 def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
     """Yield every image in a folder and below it, or the file `raw` itself."""
-    for path in [raw] if raw.is_file() else list_files(raw, IMAGES):
-        key = raw.name if path == raw else path.relative_to(raw).as_posix()
+    for key, path in list_named(raw, IMAGES):
         yield Sample(key, partial(load_alone, path), source=path)
 
 

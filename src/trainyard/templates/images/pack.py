@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from trainyard.data.labelled import LabelledFile, assign_sets, find_class, find_sets, list_labelled_files
-from trainyard.data.raw import IMAGES, list_files
+from trainyard.data.raw import IMAGES, list_named
 from trainyard.data.shards import Loaded, Sample
 from trainyard.data.write_shard import read_image
 
@@ -54,8 +54,7 @@ def _make_samples(files: Sequence[LabelledFile], classes: Sequence[str], sets: M
 
 def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
     """Yield every image in a folder and below it, or the file `raw` itself."""
-    for path in [raw] if raw.is_file() else list_files(raw, IMAGES):
-        key = raw.name if path == raw else path.relative_to(raw).as_posix()
+    for key, path in list_named(raw, IMAGES):
         yield Sample(key, partial(load, path), source=path)
 
 
