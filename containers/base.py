@@ -8,9 +8,11 @@ from pathlib import Path
 
 from engine import Absent, Engine
 
-PUBLIC_BASE = "docker.io/library/debian:bookworm-slim"
+_HERE = Path(__file__).resolve().parent
+_, _, PUBLIC_BASE = (_HERE.parent / "Dockerfile").read_text().partition("\nARG BASE_IMAGE=")
+PUBLIC_BASE = PUBLIC_BASE.partition("\n")[0]
 OWN_BASE = "localhost/trainyard-base:bookworm"
-PACKAGES = Path(__file__).resolve().parent / "debian.txt"
+PACKAGES = _HERE / "debian.txt"
 _MAKE_S, _PULL_S = 1800, 120
 
 

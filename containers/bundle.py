@@ -17,7 +17,7 @@ from typing import Any
 
 from engine import Engine, Mistake, find_engine
 from local_image import SEALED, format_tag, hash_file
-from targets import Target, read_lock
+from targets import Target
 
 ROOT = Path(__file__).resolve().parents[1]
 APPTAINER = ROOT / "containers" / "apptainer"
@@ -70,8 +70,8 @@ def make_bundle(target: Target, out: Path, *, engine: Engine, sif: Path | None, 
         next(made.glob("*/index.h5")).parent.rename(folder / "data")
         for unneeded in (made, folder / "runs"):
             shutil.rmtree(unneeded)
-        debian = engine.query("run", "--rm", *SEALED, "--entrypoint", "dpkg-query", format_tag(target), "--show").stdout
-        (folder / SBOM).write_text(json.dumps(_list_materials(target, debian), indent=1) + "\n")
+        printed = ["run", "--rm", *SEALED, "--entrypoint", "cat", format_tag(target), f"/opt/trainyard/{SBOM}"]
+        (folder / SBOM).write_text(engine.query(*printed).stdout)
         if sif:
             shutil.copy(sif, folder / SIF)
         else:
@@ -225,23 +225,3 @@ def _container_command(engine: Engine, image: str, folder: Path) -> list[str]:
 def _sif_command(folder: Path) -> list[str]:
     words = ["exec", "--containall", "--net", "--network", "none", "--bind", str(folder)]
     return [str(APPTAINER), *words, "--env", f"PYTHONPATH={folder}/code/src", str(folder / SIF)]
-
-
-def _list_materials(target: Target, debian: str) -> dict[str, object]:
-    """Return the bill of materials: CycloneDX 1.5, https://cyclonedx.org/docs/1.5/json/"""
-    python = [
-        {
-            "type": "library",
-            "name": name,
-            "version": version,
-            "purl": f"pkg:pypi/{name}@{version}",
-            "hashes": [{"alg": "SHA-256", "content": digest} for digest in digests],
-        }
-        for name, version, digests in read_lock(target.lock)
-    ]
-    packages = [line.split("\t") for line in debian.splitlines()]
-    system = [
-        {"type": "library", "name": name, "version": version, "purl": f"pkg:deb/debian/{name.split(':')[0]}@{version}"}
-        for name, version in packages
-    ]
-    return {"bomFormat": "CycloneDX", "specVersion": "1.5", "version": 1, "components": [*python, *system]}

@@ -63,6 +63,11 @@ class Engine:
         answer = self.query("image", "inspect", "--format", "{{.Id}}", image)
         return answer.stdout.strip() if answer.returncode == 0 else ""
 
+    def find_digest(self, image: str) -> str:
+        """Return the digest of a local container image's manifest, or its id where it has none."""
+        answer = self.query("image", "inspect", "--format", "{{range .RepoDigests}}{{println .}}{{end}}{{.Id}}", image)
+        return answer.stdout.split()[0].rpartition("@")[2]
+
     def labels(self, image: str) -> dict[str, str]:
         """Return the labels of a local container image."""
         template = '{{range $name, $value := .Config.Labels}}{{$name}}={{$value}}{{"\\n"}}{{end}}'

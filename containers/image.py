@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH, set in container images, leaves it out
@@ -61,16 +62,15 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
 
     build = _verb(verbs, "build", _build, "build the container image for a card")
-    build.add_argument(
-        "--wheelhouse", type=Path, metavar="FOLDER", help="folder of wheels, for a build without network"
-    )
-    build.add_argument("--torch-index", default="", metavar="URL", help="cpu: take torch from this index (smaller)")
-    build.add_argument("--pip-conf", type=Path, metavar="FILE", help="pip's settings, such as an index of your own")
-    build.add_argument("--network", default="host", help="of the build: host (default) or none")
+    build.add_argument("--torch-index", default="", metavar="URL", help="cpu: PyTorch's index of CPU builds (smaller)")
 
     test = _verb(verbs, "test", _test, "run the test suite in the container image: no network, read-only, not root")
     test.add_argument("--quick", action="store_true", help="only tests of a second or less")
     test.add_argument("pytest", nargs="*", help="tests to run instead of all; options after --")
+    for verb in (build, test):
+        verb.add_argument("--wheelhouse", type=Path, metavar="FOLDER", help="wheels, for a build without network")
+        verb.add_argument("--pip-conf", type=Path, metavar="FILE", help="pip's settings, such as an index of your own")
+        verb.add_argument("--network", default="host", help="of the build: host (default) or none")
 
     sif = _verb(verbs, "sif", _sif, "make a SIF of the container image, for Apptainer and SingularityCE")
     sif.add_argument("--out", type=Path, metavar="FILE", help="default: images/trainyard-<image>.sif")
@@ -163,52 +163,73 @@ def _build(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     target, engine = find_target(args.hw), find_engine(environ)
     engine.require_builds()
     with hold_lock(engine.lock_file(), doing="building a container image") as lock:
-        _build_alone(args, environ, target, engine, lock)
+        _require_room(engine, target)
+        base = base_image(engine, environ)
+        values = {"BASE_IMAGE": base, **({"TORCH_INDEX": args.torch_index} if args.torch_index else {})}
+        tag, labels = format_tag(target), _labels(target, base, engine)
+        _build_stage(target.name, tag, args, environ, engine, lock, values=values, labels=labels)
     print(f"{format_tag(target)} is built. Next: make test-image HW={args.hw}, or make run-image HW={args.hw}")
     return 0
 
 
-def _build_alone(
-    args: argparse.Namespace, environ: Mapping[str, str], target: Target, engine: Engine, lock: int
-) -> None:
+def _require_room(engine: Engine, target: Target) -> None:
     free = engine.free_gib()
     if free < target.build_gib:
         raise Absent(
             f"{free:.0f} GiB are free where {engine.name} keeps images, and building {target.name} takes "
             f"{target.build_gib}. Make room: {engine.name} system prune"
         )
-    base = base_image(engine, environ)
-    command = ["build", "--file", str(ROOT / "Dockerfile"), "--target", target.name, "--tag", format_tag(target)]
-    command += ["--network", args.network, "--build-arg", f"BASE_IMAGE={base}"]
-    for label, value in _labels(target, base).items():
-        command += ["--label", f"{label}={value}"]
-    if args.torch_index:
-        command += ["--build-arg", f"TORCH_INDEX={args.torch_index}"]
+
+
+def _build_stage(
+    stage: str,
+    tag: str,
+    args: argparse.Namespace,
+    environ: Mapping[str, str],
+    engine: Engine,
+    lock: int,
+    *,
+    values: Mapping[str, str],
+    labels: Mapping[str, str],
+) -> None:
+    command = ["build", "--file", str(ROOT / "Dockerfile"), "--target", stage, "--tag", tag, "--network", args.network]
+    for option, pairs in (("--build-arg", values), ("--label", labels)):
+        command += [word for name, value in pairs.items() for word in (option, f"{name}={value}")]
     if args.wheelhouse:
         command += ["--build-context", f"wheelhouse={args.wheelhouse.resolve()}"]
     # What this machine needs to reach an index is mounted as a secret during the build and is in no layer.
     for secret, path in (("cacert", environ.get("PIP_CERT")), ("pipconf", args.pip_conf)):
         if path:
             command += ["--secret", f"id={secret},src={Path(path).resolve()}"]
-    before = engine.find_id(format_tag(target))
+    before = engine.find_id(tag)
     engine.run(*command, str(ROOT), timeout_s=_BUILD_S, pass_fds=(lock,))
-    if before and before != engine.find_id(format_tag(target)):
+    if before and before != engine.find_id(tag):
         engine.query("rmi", before, timeout_s=600)  # untagged gigabytes; kept while a container uses them
 
 
-def _labels(target: Target, base: str) -> dict[str, str]:
-    prefix = "org.opencontainers.image"
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    return {
-        f"{prefix}.revision": commit.stdout.strip() or "unknown",
-        f"{prefix}.base.name": base,
-        "io.trainyard.lock": hash_file(target.lock),
+def _labels(target: Target, base: str, engine: Engine) -> dict[str, str]:
+    """Return the labels that the Dockerfile cannot know; their names: https://specs.opencontainers.org/image-spec/annotations/"""
+    name, _, digest = base.partition("@")
+    origin = _ask_git("remote", "get-url", "origin")
+    version = re.search(r'__version__ = "(.+)"', (ROOT / "src" / "trainyard" / "__init__.py").read_text())
+    assert version is not None
+    labels = {
+        # An address that others can open, without a password; not a folder of this machine.
+        "source": re.sub("//[^/]*@", "//", origin) if re.match(r"https?://|ssh://|[\w.]+@", origin) else "unknown",
+        "created": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        "version": version[1],
+        "revision": _ask_git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") or "unknown",
+        "base.name": name,
+        "base.digest": digest or engine.find_digest(base),
     }
+    return {f"org.opencontainers.image.{key}": value for key, value in labels.items()} | {
+        "io.trainyard.lock": hash_file(target.lock)
+    }
+
+
+def _ask_git(*words: str) -> str:
+    command = ["git", "-C", str(ROOT), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
 
 
 def _base(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -235,13 +256,17 @@ def _apptainer(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
 def _test(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     target, engine = find_target(args.hw), find_engine(environ)
     check_image(engine, target, args.hw)
+    tag = f"{format_tag(target)}-tests"
+    with hold_lock(engine.lock_file(), doing="building a container image") as lock:
+        values = {"TESTED": format_tag(target)}
+        _build_stage("tests", tag, args, environ, engine, lock, values=values, labels={})
     # As this user, who can read the checkout; never as root.
     user = [*_keep_ids(engine), "--user", f"{os.getuid()}:{os.getgid()}" if os.getuid() else USER]
     command = ["run", "--rm", "--pull", "never", *SEALED, *user, "--volume", f"{ROOT}:/workspace:ro"]
     command += ["--env", "PYTHONPATH=/workspace/src", "--env", "CUDA_VISIBLE_DEVICES="]  # CPU tests only
     if data := environ.get("TRAINYARD_SHARED_DATA"):  # real samples that some tests read
         command += ["--env", "TRAINYARD_SHARED_DATA=/shared", "--volume", f"{Path(data).resolve()}:/shared:ro"]
-    command += ["--entrypoint", "python", format_tag(target)]  # process 1 is the test runner
+    command += ["--entrypoint", "python", tag]  # process 1 is the test runner
     marks = "not long and not slow and not cluster" if args.quick else "not long"
     tests = ["-m", "pytest", "-p", "no:cacheprovider", "-n", "auto", "--no-loadscope-reorder", "-rs", "-m", marks]
     engine.run(*command, *tests, *(args.pytest or ["tests", "jobs"]), timeout_s=_BUILD_S)

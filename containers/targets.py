@@ -66,14 +66,6 @@ def read_table(path: Path) -> dict[str, dict[str, str]]:
     return table
 
 
-def read_lock(lock: Path) -> list[tuple[str, str, list[str]]]:
-    """Return the entries of a lock: name, version and the SHA-256 of each file that may be installed."""
-    return [
-        (name, entry.partition("==")[2].split()[0], re.findall(r"--hash=sha256:([0-9a-f]{64})", entry))
-        for name, entry in read_entries(lock.read_text(encoding="utf-8"))
-    ]
-
-
 def read_entries(lock: str) -> list[tuple[str, str]]:
     """Return the entries of a lock's text: the name, and all lines about it."""
     entries = re.split(r"^(?=[a-z0-9-]+==)", lock, flags=re.MULTILINE)[1:]

@@ -49,7 +49,7 @@ exec "$python" -m pip install --no-index --no-deps "$@" {name}/*.whl
 
 
 def download_wheels(target: Target, out: Path, *, python: str, environ: Mapping[str, str]) -> None:
-    """Download every wheel of a target's lock into a folder, and build those that exist as source only.
+    """Download each wheel of a target's lock and of the tests' tools into a folder; build what exists as source only.
 
     Args:
         python: the version they are for, such as "3.12"; "": this interpreter's.
@@ -58,7 +58,8 @@ def download_wheels(target: Target, out: Path, *, python: str, environ: Mapping[
         Mistake: a source distribution makes wheels of this interpreter only, or a wheel needs what the lock lacks.
         subprocess.CalledProcessError: pip failed; it has said why.
     """
-    _download(_read_lock_for(target, python), out, python, environ)
+    for lock in (_read_lock_for(target, python), (HERE / "tests.lock").read_text(encoding="utf-8")):
+        _download(lock, out, python, environ)
     refuse_incomplete(out, python=python or _own_version(), present=())
 
 

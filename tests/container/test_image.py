@@ -1,13 +1,16 @@
 """The CPU image: what it contains, what it does not, and that training in it stops and resumes as anywhere."""
 
+import hashlib
 import json
 import re
 import signal
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.container.conftest import ROOT, Image, find_built, run_script, sealed
 from tests.container.test_targets import IMAGE, TARGETS, read_pins, table
@@ -27,6 +30,34 @@ def test_it_contains_the_locked_packages_and_our_code(image: Image):
     assert version == __version__
     assert found.items() >= read_pins("cpu.lock").items()
     assert set(found) - set(read_pins("cpu.lock")) == {"pip"}
+
+
+def test_its_bill_of_materials_lists_every_package_and_says_what_is_left_out(image: Image):
+    text = image.python("print(open('/opt/trainyard/sbom.json').read())")
+    parts = json.loads(text)["components"]
+    python = {part["name"]: part for part in parts if part["purl"].startswith("pkg:pypi/")}
+    assert {name: part["version"] for name, part in python.items() if name != "pip"} == read_pins("cpu.lock")
+    assert [name for name, part in python.items() if not part["hashes"]] == ["pip"]
+    assert {"triton", "nvidia-cusolver"} <= {name for name, part in python.items() if part["scope"] == "excluded"}
+    assert any(part["purl"].startswith("pkg:deb/debian/libc6@") for part in parts)
+    # Another program's reading of it: pip install 'cyclonedx-python-lib[json-validation]'
+    json_reader = pytest.importorskip("cyclonedx.validation.json").JsonStrictValidator
+    assert json_reader(pytest.importorskip("cyclonedx.schema").SchemaVersion.V1_5).validate_str(text) is None
+
+
+def test_training_in_it_gives_the_bits_of_an_environment_that_leaves_nothing_out(
+    image: Image, tmp_path: Path, record_property
+):
+    inside, outside = (command(tmp_path / name, "3ep") for name in ("inside", "outside"))
+    runs = []
+    for name, words in (("inside", inside), ("outside", [sys.executable, "-m", "trainyard", "run", *outside[4:]])):
+        done = run_script(*words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        runs.append(tmp_path / name / "stripes" / "r")
+    assert find_differences(*map(load_state, runs)) == []
+    assert read_run_metrics(runs[0]) == read_run_metrics(runs[1])
+    weights = [value for _, value in sorted(load_state(runs[0]).items()) if isinstance(value, torch.Tensor)]
+    record_property("sha256", hashlib.sha256(b"".join(value.numpy().tobytes() for value in weights)).hexdigest())
 
 
 def test_it_has_the_libraries_with_which_nccl_reaches_infiniband(image: Image):
@@ -73,7 +104,10 @@ def test_its_labels_name_target_commit_and_lock(image: Image):
     assert labels["io.trainyard.target"] == "cpu" and labels["io.trainyard.torch"] == read_pins("cpu.lock")["torch"]
     assert labels["io.trainyard.lock"] == hash_file(ROOT / "containers" / "cpu.lock")
     assert len(labels["org.opencontainers.image.revision"].removesuffix("-dirty")) == 40
-    assert "bookworm" in labels["org.opencontainers.image.base.name"]
+    about = {name.removeprefix("org.opencontainers.image."): value for name, value in labels.items()}
+    assert "bookworm" in about["base.name"] and re.fullmatch(r"sha256:[0-9a-f]{64}", about["base.digest"])
+    assert about["version"] == __version__ and datetime.fromisoformat(about["created"]) <= datetime.now(UTC)
+    assert re.match(r"https?://|ssh://|[\w.]+@|unknown$", about["source"]), about["source"]
 
 
 def test_a_file_in_the_current_folder_does_not_shadow_a_module(image: Image, tmp_path: Path):
@@ -141,10 +175,10 @@ def test_the_whole_suite_passes_in_it(image: Image, record_property):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def command(runs: Path) -> list[str]:
+def command(runs: Path, duration: str = "20ep") -> list[str]:
     """Return the command that trains a small job in the CPU image for some seconds."""
     words = ["run", "cpu", "stripes", "--jobs", FAMILIES, "--runs", runs, "--name", "r"]
-    options = [f"data.cache={runs.parent / runs.name}/cache", "max_duration=20ep"]
+    options = [f"data.cache={runs.parent / runs.name}/cache", f"max_duration={duration}"]
     return [str(word) for word in (*IMAGE, *words, *options)]
 
 

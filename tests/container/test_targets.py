@@ -118,7 +118,8 @@ def test_an_image_contains_one_generation_of_cuda(target: str):
 def test_the_dockerfile_agrees_with_the_table_and_the_lock(target: str):
     text, known = read_stage(target), table()
     assert f"io.trainyard.target={target} " in text and f"TRAINYARD_TARGET={target}" in text
-    assert f"install containers/{target}.lock" in text and f"/opt/trainyard/containers/{target}.lock" in text
+    for part in ("torch", "rest"):
+        assert f"/locks/{target}/{part}.lock " in text and f"containers/install {part}\n" in text
     assert re.findall(r"torch=(\S+)", text) == [read_pins(f"{target}.lock")["torch"]]
     for option, words in {"sm": r'trainyard\.sm="(.*?)"', "min_driver": r"MIN_DRIVER=(\S+)"}.items():
         assert re.findall(words, text) == [value for value in [known[option][target]] if value != "none"], option
@@ -128,6 +129,33 @@ def test_the_dockerfile_agrees_with_the_table_and_the_lock(target: str):
         limits = [f"driver>={known['min_driver'][target]}", *(f"driver<{int(branch) + 1}" for branch in newest)]
         assert f'NVIDIA_REQUIRE_CUDA="{",".join(limits)}"' in text
         assert f"min-driver={known['min_driver'][target]}" in text
+
+
+def test_pytorchs_own_builds_for_the_cpu_are_of_the_locked_versions_and_hashed():
+    builds, locked = read_pins("cpu-torch.txt"), read_pins("cpu.lock")
+    assert builds == {name: f"{locked[name]}+cpu" for name in ("torch", "torchvision")}
+    assert (CONTAINERS / "cpu-torch.txt").read_text().count("--hash=sha256:") == len(builds)
+
+
+def test_what_the_cpu_image_leaves_out_has_reasons():
+    lines = [line for line in (CONTAINERS / "cpu-left-out.txt").read_text().splitlines() if not line.startswith("#")]
+    assert len(lines) > 10
+    assert [line for line in lines if not re.fullmatch(r"[\w./*\[\]-]+  # .+", line)] == []
+
+
+def test_the_tests_tools_are_of_one_version_and_in_no_image():
+    tools = read_pins("tests.lock")
+    assert "pytest" in tools and tools.items() <= read_pins("dev.lock").items()
+    for target in TARGETS:
+        locked = read_pins(f"{target}.lock")
+        assert "pytest" not in locked and not {name for name in tools.keys() & locked if tools[name] != locked[name]}
+
+
+def test_documents_name_images_that_the_dockerfile_builds():
+    texts = [ROOT / "Dockerfile", ROOT / "README.md", *CONTAINERS.glob("*.md"), *CONTAINERS.glob("*.def")]
+    named = re.findall(r"([\w/]*)\btrainyard:([\w-]+)", "".join(path.read_text() for path in texts))
+    assert {tag for _, tag in named} == set(TARGETS)
+    assert {place.lower() for place, _ in named} == {"localhost/", "registry/"}, "as `make image` names them"
 
 
 def test_the_dockerfile_uses_only_syntax_that_docker_and_podman_share():
