@@ -92,5 +92,7 @@ def append(path: Path, line: Mapping[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def make_slurm_job(state: str, reason: str = "None", *, job: str = "12", restarts: int | None = 0) -> SlurmJob:
-    return SlurmJob(id=job, state=state, reason=reason, nodes="a100-0", restarts=restarts, source="squeue")
+def make_slurm_job(
+    state: str, reason: str = "None", *, job: str = "12", restarts: int | None = 0, by: int | None = None
+) -> SlurmJob:
+    return SlurmJob(job, state, reason, nodes="a100-0", restarts=restarts, source="squeue", cancelled_by=by)

@@ -15,6 +15,7 @@ from tests.training import new_run, start, train, wait_for_lines
 from trainyard import cli
 from trainyard.errors import UserError
 from trainyard.launch.cancel import cancel
+from trainyard.launch.submit import settle_end
 from trainyard.runs.state import describe_cause
 from trainyard.runs.status import read_statuses, render_overview, render_table, suggest_command
 from trainyard.runs.verdict import explain_pending_reason
@@ -255,7 +256,48 @@ def test_a_job_that_we_cancelled_says_so_until_slurm_has_ended_it(folder):
     folder.write_heartbeat(NOW - 3)
     (folder.logs / "cancelled").write_text(format_time(NOW - 2))
     assert folder.read_status(make_slurm_job("COMPLETING")).detail == "being cancelled on a100-0"
-    assert folder.read_status(make_slurm_job("CANCELLED")).cause == "cancelled"
+    assert folder.read_status(make_slurm_job("COMPLETING")).is_ending
+    assert folder.read_status(make_slurm_job("CANCELLED")).detail == "cancelled"
+
+
+def test_a_job_that_slurm_is_just_ending_says_so_until_its_attempt_has_recorded_an_end(folder):
+    folder.begin(NOW - 900)
+    folder.write_heartbeat(NOW - 3)
+    ending = folder.read_status(make_slurm_job("COMPLETING"))
+    assert (ending.state, ending.detail, ending.is_ending) == ("running", "being ended by Slurm on a100-0", True)
+    assert not folder.read_status(make_slurm_job("RUNNING")).is_ending
+    folder.end(NOW - 1, 85, "preempted", "requeue")
+    assert not folder.read_status(make_slurm_job("COMPLETING")).is_ending
+
+
+def test_who_cancelled_a_job_is_said_unless_it_was_its_owner(folder):
+    folder.begin(NOW - 900)
+    details = {by: folder.read_status(make_slurm_job("CANCELLED", by=by)).detail for by in (None, 54321, os.getuid())}
+    assert list(details.values()) == ["cancelled outside Trainyard", "cancelled by uid 54321", "cancelled"]
+    (folder.logs / "cancelled").write_text(format_time(NOW - 2))
+    assert folder.read_status(make_slurm_job("CANCELLED")).detail == "cancelled"
+
+
+def test_an_attempt_that_was_cancelled_keeps_that_and_by_whom_after_the_run_was_submitted_again(folder):
+    folder.begin(NOW - 900)
+    folder.add_event(NOW - 890, "start", 0)
+    with (folder.logs / "attempts.jsonl").open("a") as file:
+        file.write('{"event":"en')  # the disk was full
+    cancelled = folder.read_status(make_slurm_job("CANCELLED", by=54321))
+    settle_end(cancelled)
+    settle_end(folder.read_status())  # which has recorded an end by now
+    folder.submit("15", NOW - 10)
+    waiting = folder.read_status(make_slurm_job("PENDING", "Priority", job="15"))
+    (attempt,) = waiting.attempts
+    assert (attempt.cause, attempt.action, attempt.code, attempt.end) == ("cancelled", "stop", -1, NOW - 890)
+    assert "cancelled by uid 54321, final" in explain_status(waiting)
+    assert (folder.logs / "attempts.jsonl").read_text().count('"end"') == 1
+
+
+def test_a_whole_id_of_the_largest_array_is_listed(tmp_path):
+    job = "67108863_9999"
+    folder = RunFolder(tmp_path, job=job)
+    assert f" {job} " in render_table([folder.read_status(make_slurm_job("PENDING", job=job))], NOW)
 
 
 def test_a_process_that_outlived_its_job_is_running(folder):

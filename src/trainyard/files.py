@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import os
+import pwd
 import re
 import resource
 import secrets
@@ -573,6 +574,14 @@ def limit_writers() -> Iterator[None]:
         yield
     finally:
         os.umask(before)
+
+
+def name_user(uid: int) -> str:
+    """Return how a user is called in messages: "ann (uid 1000)"."""
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"
 
 
 def make_own_folder(path: Path) -> Path:

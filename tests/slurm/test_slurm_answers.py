@@ -3,6 +3,7 @@
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,9 +132,20 @@ def test_squeue_takes_precedence_over_sacct_which_reports_a_requeued_job_as_lost
     replace_command(tmp_path, "sacct", f"cat <<'END'\n{answer}\nEND", monkeypatch)
     found, note = slurm.query_jobs([job, GONE])
     assert found[job].state == "RUNNING"
-    assert found[GONE] == SlurmJob(GONE, "CANCELLED", "Dependency|odd", "", None, "sacct")
+    assert found[GONE] == SlurmJob(GONE, "CANCELLED", "Dependency|odd", "", None, "sacct", cancelled_by=1000)
     assert note == ""
     slurm.cancel([job])
+
+
+def test_only_sacct_knows_who_cancelled_a_job_that_squeue_still_lists(current_lab, tmp_path, monkeypatch):
+    job = current_lab.submit("sleep 60", "--partition=a100")
+    slurm.cancel([job])
+    current_lab.wait_for(job, "CANCELLED")
+    seen, note = slurm.query_jobs([job])
+    assert (seen[job].state, seen[job].cancelled_by, note) == ("CANCELLED", None, "")
+    answer = f"JobID|State|NodeList|Reason\n{job}|CANCELLED by 1000|a100-0|None"
+    replace_command(tmp_path, "sacct", f"cat <<'END'\n{answer}\nEND", monkeypatch)
+    assert query_job(job) == replace(seen[job], cancelled_by=1000)
 
 
 def test_partitions_have_limits_preemption_and_node_resources(current_lab):

@@ -13,9 +13,11 @@ from tests.slurm.cluster_runs import (
     read_ends,
     read_last_step,
     read_slurm_job_id,
+    trainyard,
     wait,
     wait_for_end,
 )
+from tests.training import FAMILIES
 from trainyard.errors import UserError
 from trainyard.launch.cancel import cancel
 from trainyard.runs.logs import follow
@@ -94,6 +96,18 @@ def test_a_held_job_says_how_to_release_it_and_a_cancelled_one_how_to_resume_it(
     assert "cause: cancelled\n" in explain_run(run)
     with pytest.raises(UserError, match=r"Nothing to cancel: stripes/held is stopped \(cancelled\)"):
         cancel([run])
+
+
+def test_a_run_is_resumed_right_after_it_was_cancelled_and_keeps_why_it_ended(lab, start):
+    run = start("again", "max_duration=1000st", "model.sleep_ms=1000", "--hw", "a5000")
+    wait("steps", lambda: read_last_step(run) >= 1)
+    first = read_slurm_job_id(run)
+    cancel([run])
+    assert lab.read_state(first) == "COMPLETING", "its ranks finish their step, and save"
+    assert trainyard("resume", run, "--jobs", FAMILIES) == 0
+    assert read_slurm_job_id(run) != first and lab.read_state(first) == "CANCELLED"
+    assert re.search(rf"{first}-0 .* cancelled, final\n", explain_run(run))
+    cancel([run])
 
 
 def test_a_slurm_that_does_not_answer_is_noted_and_the_folder_answers(lab, start, tmp_path, monkeypatch):

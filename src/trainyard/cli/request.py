@@ -4,6 +4,7 @@ import argparse
 import getpass
 import re
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -203,11 +204,29 @@ def recall_families(run: Path, args: argparse.Namespace) -> None:
         require_trust([run], args, here=True, is_recalled=is_named)
 
 
-def refuse_if_busy(found: Sequence[Path]) -> None:
-    """Raise a UserError if one of these runs is still waiting or running in Slurm."""
-    for known in status.read_statuses(found)[0]:
-        if known.state in ACTIVE:
-            raise UserError(
-                f"{known.run}: is {known.state} as Slurm job {known.slurm_job_id}. See: "
-                f"trainyard status {quote_path(known.run)}"
-            )
+def wait_while_ending(found: Sequence[Path]) -> list[status.Status]:
+    """Return the statuses of runs, once Slurm is not just ending the job of one, for instance after `cancel`."""
+    deadline, told = time.monotonic() + _ENDING_S, ""
+    while True:
+        known, _ = status.read_statuses(found)
+        ending = next((one.slurm_job_id for one in known if one.is_ending), "")
+        if not ending or time.monotonic() > deadline:
+            return known
+        if ending != told:
+            logger.info("waiting for Slurm job {} to end", told := ending)
+        time.sleep(1)
+
+
+def refuse_if_busy(run: Path) -> status.Status:
+    """Return the status of a run; raise a UserError if it is still waiting or running in Slurm."""
+    (known,) = wait_while_ending([run])
+    if known.state in ACTIVE:
+        raise UserError(
+            f"{known.run}: is {known.state} as Slurm job {known.slurm_job_id}. See: "
+            f"trainyard status {quote_path(known.run)}"
+        )
+    return known
+
+
+_ENDING_S = 150
+"""Slurm kills processes KillWait (30 s) after it asked them to exit, and frees the node after the site's epilog."""

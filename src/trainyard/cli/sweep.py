@@ -29,6 +29,7 @@ from trainyard.cli.request import (
     read_request,
     recall_families,
     require_trust,
+    wait_while_ending,
 )
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb
 from trainyard.cluster.description import Cluster
@@ -42,7 +43,7 @@ from trainyard.plan.make_plan import make_plan
 from trainyard.plan.packing import PackingChoice, choose_shared_packing
 from trainyard.plan.resources import Code, Plan, ResourceRequest, RunRequest
 from trainyard.runs import folder as runs
-from trainyard.runs import lock, status, sweep_file
+from trainyard.runs import status, sweep_file
 from trainyard.runs.create import Origin, create_run
 from trainyard.runs.history import read_run
 from trainyard.runs.state import State
@@ -146,7 +147,8 @@ def _continue_sweep(args: argparse.Namespace) -> int:
             f"{sweep.folder}: none of its runs was created. Remove it, and type the command that made it again."
         )
     require_trust([sweep.folder, *present], args)
-    states = _read_states(sweep)
+    known = wait_while_ending(present)
+    states = _list_states(sweep, known)
     unfinished = sweep_file.list_unfinished(sweep, states)
     if not unfinished:
         say(f"Nothing is missing: {_count_states(states.values())}.\nnext  trainyard results {sweep.name}")
@@ -188,8 +190,10 @@ def _continue_sweep(args: argparse.Namespace) -> int:
         )
     check_against_slurm(plan)
     most = _choose_array_size(plan, len(unfinished), packs=packing.plan is not None)
-    for element in unfinished:
-        lock.release(element.run)
+    again = [element.run for element in unfinished]
+    for ended in known:
+        if ended.run in again:
+            submit.settle_end(ended)
     jobs = _submit_elements(sweep, unfinished, plan, packing, code, args.max_parallel, most)
     counts = _count_states(states.values())
     say(f"{len(unfinished)} of {len(sweep.elements)} runs were submitted again. Before: {counts}.")
@@ -264,11 +268,9 @@ def _print_sweep(sweep: sweep_file.Sweep, submitted: Sequence[sweep_file.Element
     say(f"           trainyard results {sweep.name}    trainyard sweep --continue {sweep.name}")
 
 
-def _read_states(sweep: sweep_file.Sweep) -> dict[Path, str]:
+def _list_states(sweep: sweep_file.Sweep, known: Sequence[status.Status]) -> dict[Path, str]:
     """Return the state of each run; one that was not created is new."""
-    missing = [element.run for element in sweep_file.list_missing(sweep)]
-    present = [element.run for element in sweep.elements if element.run not in missing]
-    return dict.fromkeys(missing, str(State.NEW)) | {s.run: s.state for s in status.read_statuses(present)[0]}
+    return {e.run: str(State.NEW) for e in sweep.elements} | {s.run: s.state for s in known}
 
 
 def _count_states(states: Iterable[str]) -> str:
@@ -279,7 +281,9 @@ def _print_results(args: argparse.Namespace) -> int:
     from trainyard.report import sweep_page as results
 
     sweep = sweep_file.load(args.sweep, args.runs.absolute())
-    states = _read_states(sweep)
+    missing = sweep_file.list_missing(sweep)
+    present = [element.run for element in sweep.elements if element not in missing]
+    states = _list_states(sweep, status.read_statuses(present)[0])
     found = results.collect(sweep, states, metric=args.metric)
     page = results.write(found)
     say(f"{results.format_results(found)}\n{page}")

@@ -22,12 +22,13 @@ from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
 from trainyard.files import limit_writers
 from trainyard.hardware import choose_sync_batchnorm, show_own_mig_slice
+from trainyard.launch import submit
 from trainyard.plan.choose_data import DataChoice, choose_data, refuse_no_data
 from trainyard.runs import changes
 from trainyard.runs import folder as runs
 from trainyard.runs.create import Origin, create_run
 from trainyard.runs.history import read_run
-from trainyard.runs.lock import RunLock, release
+from trainyard.runs.lock import RunLock
 from trainyard.runs.state import Cause, ExitCode
 from trainyard.runs.submission import read_submission
 from trainyard.terminal import say
@@ -140,7 +141,7 @@ def _resume(args: argparse.Namespace) -> int:
     submitted = (run / runs.SUBMISSION).is_file() and not args.here
     if submitted:
         read_submission(run)  # or say what is wrong with it
-        refuse_if_busy([run])
+        ended = refuse_if_busy(run)
     count = 1 if submitted else _count_ranks(args)
     if args.dry:
         if not args.changed_files:
@@ -154,7 +155,7 @@ def _resume(args: argparse.Namespace) -> int:
             submission.resubmit(run.absolute(), args) if submitted else dry.print_run(run, new, args.jobs, ranks=count)
         )
     if submitted:
-        release(run)
+        submit.settle_end(ended)
     if _is_main():
         with limit_writers(), RunLock(run, break_other_host=args.break_lock):
             _settle_changed_files(run, args.changed_files)

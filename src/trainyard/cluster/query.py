@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -34,6 +34,7 @@ class SlurmJob:
     nodes: str  # "a100-[0-1]"; "" until nodes are allocated
     restarts: int | None  # None: not reported by `source`
     source: str  # "squeue" or "sacct"
+    cancelled_by: int | None = None  # uid; None: not cancelled, or only accounting knows
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,8 @@ def query_jobs(ids: Iterable[str]) -> tuple[dict[str, SlurmJob], str]:
     """Query the current state of jobs.
 
     squeue comes first: after the loss of a node, sacct reports NODE_FAIL although Slurm has already requeued the job.
-    sacct is queried only for jobs that squeue has forgotten: MinJobAge seconds after their end (300 by default), or
-    immediately for a pending array element that was cancelled alone.
+    sacct is queried only for jobs that squeue has forgotten, MinJobAge seconds after their end (300 by default) or, of
+    a pending array element that was cancelled alone, immediately; and for who cancelled a job, which squeue never says.
 
     Args:
         ids: "12", or "12_3" for elements of arrays.
@@ -169,13 +170,15 @@ def query_jobs(ids: Iterable[str]) -> tuple[dict[str, SlurmJob], str]:
     wanted = set(ids)
     found = {job.id: job for job in _query_squeue(wanted) if job.id in wanted} if wanted else {}
     forgotten = wanted - found.keys()
-    if not forgotten:
+    asked = forgotten | {id for id, job in found.items() if job.state == "CANCELLED"}
+    if not asked:
         return found, ""
     try:
-        remembered = {job.id: job for job in _query_sacct(forgotten) if job.id in forgotten}
+        remembered = {job.id: job for job in _query_sacct(asked)}
     except SlurmError as error:
-        return found, str(error)
-    return found | remembered, ""
+        return found, str(error) if forgotten else ""
+    by = {id: replace(job, cancelled_by=remembered[id].cancelled_by) for id, job in found.items() if id in remembered}
+    return {**found, **by, **{id: job for id, job in remembered.items() if id in forgotten}}, ""
 
 
 def cancel(ids: Sequence[str]) -> None:
@@ -332,7 +335,8 @@ def _query_sacct(ids: Iterable[str]) -> Iterator[SlurmJob]:
     command.append(f"--jobs={','.join(sorted(ids))}")
     for id, state, nodes, reason in _query_table(command, columns=4, timeout_s=_DATABASE_TIMEOUT_S):
         nodes = "" if nodes == "None assigned" else nodes
-        yield SlurmJob(id, state.split()[0], reason, nodes, None, "sacct")  # "CANCELLED by 1000"
+        state, _, by = state.partition(" by ")  # "CANCELLED by 1000"
+        yield SlurmJob(id, state.split()[0], reason, nodes, None, "sacct", int(by) if by.isdigit() else None)
 
 
 def query_usage(ids: Iterable[str]) -> dict[str, JobUsage]:

@@ -6,6 +6,7 @@ script, decides how an attempt ended. Loads no torch: submitting takes a fractio
 
 import ast
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -25,6 +26,7 @@ from trainyard.cluster.variables import describe_passed, drop_launchers, replace
 from trainyard.environment import name_chosen_gpus
 from trainyard.errors import UserError
 from trainyard.files import (
+    AppendedFile,
     copy_folder,
     limit_writers,
     make_folder_inside,
@@ -47,8 +49,12 @@ from trainyard.launch.predecessor import Predecessor
 from trainyard.masking import find_secrets
 from trainyard.node.rank_task import RankTask
 from trainyard.plan.resources import Code, Plan
+from trainyard.runs.events import drop_torn_tail
 from trainyard.runs.folder import SUBMISSION, read_env, write_env
+from trainyard.runs.history import ATTEMPTS
+from trainyard.runs.lock import release
 from trainyard.runs.state import render_exit_codes
+from trainyard.runs.status import Status
 from trainyard.text import join_names, quote_path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -307,6 +313,25 @@ def submit_locally(run: Path, *, ranks: int, gpus: int, time_min: int, code: Cod
     folders = {"folder": str(folder), "code": str(code.folder), "jobs": str(code.jobs)}
     _write_submission(run, {"scheduler": "local", "job": job.job_id, **resources, **folders})
     return str(job.job_id)
+
+
+@limit_writers()
+def settle_end(ended: Status) -> None:
+    """Release the lock of a run whose Slurm job has ended, and record an end that only Slurm and `status` tell so far.
+
+    An attempt that Slurm ends records nothing, and the next submission of its run hides what was known about it.
+    """
+    release(ended.run)
+    newest = ended.newest_attempt
+    if newest is None or newest.action or not newest.slurm_job_id or not ended.cause:
+        return
+    job, _, number = newest.id.rpartition("-")
+    end = {"event": "end", "job": job, "attempt": int(number), "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    end |= {"code": -1, "cause": ended.cause, "action": "stop", "progress": "", "reason": ended.detail}
+    path = ended.run / ATTEMPTS
+    drop_torn_tail(path)
+    with contextlib.closing(AppendedFile(path)) as file:
+        file.write(json.dumps(end, separators=(",", ":")).encode() + b"\n")
 
 
 def check_paths(cluster: Cluster, paths: Sequence[Path]) -> None:

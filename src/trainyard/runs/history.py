@@ -30,7 +30,9 @@ RANKS = "ranks"
 
 JsonObject = dict[str, Any]
 
-_ATTEMPTS = "slurm/attempts.jsonl"
+ATTEMPTS = "slurm/attempts.jsonl"
+"""File with a line for each start and each end of an attempt that Slurm started."""
+
 _MOST_BYTES = 2**30  # of a file of events
 
 
@@ -180,7 +182,7 @@ def read_run(run: Path) -> RunSnapshot:
         run=run,
         submission=submission,
         cancelled=(run / CANCELLED).exists(),
-        starts_and_ends=[line for folder in folders for line in keep_lines(folder / _ATTEMPTS, _START_OR_END)],
+        starts_and_ends=[line for folder in folders for line in keep_lines(folder / ATTEMPTS, _START_OR_END)],
         events=events,
         # A writer that was replaced, and wakes up, may still write one: it is not of the newest attempt.
         heartbeat=max(
@@ -299,7 +301,7 @@ def find_current_folder(run: Path, submission: JsonObject) -> Path:
 
 
 def _list_current_jobs(run: Path, submission: JsonObject) -> list[str]:
-    found = (line for place in list_folders(run, submission) for line in _read_json_lines(place / _ATTEMPTS))
+    found = (line for place in list_folders(run, submission) for line in _read_json_lines(place / ATTEMPTS))
     return _list_jobs(submission, [line for line in found if _has_kinds(line, _START_OR_END)])
 
 

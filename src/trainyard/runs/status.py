@@ -15,7 +15,7 @@ from trainyard.cluster.query import JobUsage, SlurmError, SlurmJob
 from trainyard.runs.folder import format_run_name
 from trainyard.runs.history import Attempt, RunSnapshot, read_run
 from trainyard.runs.state import Cause, State
-from trainyard.runs.verdict import is_managed_by_slurm, judge_run
+from trainyard.runs.verdict import ENDING, is_managed_by_slurm, judge_run
 from trainyard.text import SCREEN_WIDTH, align_columns, cut, format_duration
 
 _SCREEN_LINES = 20
@@ -37,6 +37,7 @@ class Status:
     partition: str
     gpus: int
     slurm_unavailable_reason: str  # why Slurm was not queried about its job; "" if it was, or did not have to be
+    is_ending: bool  # Slurm has decided the end of its job, whose processes still save
 
     @property
     def run(self) -> Path:
@@ -82,6 +83,7 @@ def read_status(
         partition=str(submission.get("partition", "")),
         gpus=int(submission.get("gpus", 0)) if in_slurm else (newest and newest.world_size) or 0,
         slurm_unavailable_reason=slurm_unavailable_reason if in_slurm else "",
+        is_ending=is_running and in_slurm and job is not None and job.state == ENDING,
     )
 
 
@@ -215,7 +217,7 @@ def _find_step(snapshot: RunSnapshot) -> int | None:
 
 
 _HEAD = ("RUN", "STATE", "STEP", "SAMPLES/S", "FOR", "IDLE", "JOB", "ON")
-_LIMITS = (40, 7, 15, 9, 6, 6, 11, 12)  # with two spaces between them, a line of SCREEN_WIDTH
+_LIMITS = (40, 7, 15, 9, 6, 6, 13, 12)  # JOB: "12345678_1234"; if all are full, ON is cut: SCREEN_WIDTH is 2 less
 _INDENT = "    "
 _URGENCY = (
     *(State.FAILED, State.SILENT, State.LOST, State.STOPPED),

@@ -6,7 +6,6 @@ folder's links. Owner and mode are all that can be checked: an unpacked archive 
 
 import grp
 import os
-import pwd
 import shlex
 import stat
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from trainyard.errors import UserError
+from trainyard.files import name_user
 from trainyard.runs.folder import CONFIG, ENV_FILE, SUBMISSION
 from trainyard.runs.submission import read_submission
 from trainyard.runs.sweep_file import FILE as SWEEP_FILE
@@ -118,7 +118,7 @@ def _require_writable(root: Path) -> None:
     is_owner = os.geteuid() == _ROOT or status.st_uid == _find_user_on(root)
     if not os.access(root, os.W_OK) or (status.st_mode & stat.S_ISVTX and not is_owner):
         raise UntrustedRun(
-            f"{root}: belongs to {_name_user(status.st_uid)}, mode {_format_mode(status)}, and you cannot write there. "
+            f"{root}: belongs to {name_user(status.st_uid)}, mode {_format_mode(status)}, and you cannot write there. "
             f"Resume a copy of it, with today's code: cp -r {shlex.quote(str(root))} COPY; "
             "trainyard resume COPY --update-code"
         )
@@ -164,14 +164,14 @@ def _find_faults(path: Path, status: os.stat_result, owners: Sequence[int]) -> I
     """Yield why a file or a folder is not the owner's alone."""
     if status.st_uid not in owners:
         kind: Literal["owner", "unknown owner"] = "owner" if _has_name(status.st_uid) else "unknown owner"
-        words = f"belongs to {_name_user(status.st_uid)}, mode {_format_mode(status)}, and you are "
-        yield _Fault(path, words + _name_user(owners[0]), kind)
+        words = f"belongs to {name_user(status.st_uid)}, mode {_format_mode(status)}, and you are "
+        yield _Fault(path, words + name_user(owners[0]), kind)
     # In a sticky folder only the owner of an entry can replace it.
     protects_entries = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
     others = status.st_mode & stat.S_IWOTH
     if others or (status.st_mode & stat.S_IWGRP and not protects_entries):
         who = "everybody" if others else f"the group {_name_group(status.st_gid)}"
-        words = f"{who} can change it: its mode is {_format_mode(status)}, its owner {_name_user(status.st_uid)}"
+        words = f"{who} can change it: its mode is {_format_mode(status)}, its owner {name_user(status.st_uid)}"
         yield _Fault(path, words, "mode")
 
 
@@ -256,14 +256,7 @@ def _format_mode(status: os.stat_result) -> str:
 
 
 def _has_name(uid: int) -> bool:
-    return uid != _NOBODY and _name_user(uid) != f"uid {uid}"
-
-
-def _name_user(uid: int) -> str:
-    try:
-        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
-    except KeyError:
-        return f"uid {uid}"
+    return uid != _NOBODY and name_user(uid) != f"uid {uid}"
 
 
 def _name_group(gid: int) -> str:

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from trainyard.cluster.query import SlurmJob
 from trainyard.errors import is_library
-from trainyard.files import read_file
+from trainyard.files import name_user, read_file
 from trainyard.runs.events import EXTENDED
 from trainyard.runs.folder import format_run_name
 from trainyard.runs.history import (
@@ -149,14 +149,16 @@ def _judge_pending_job(snapshot: RunSnapshot, job: SlurmJob, newest: Attempt | N
 def _judge_running_job(snapshot: RunSnapshot, job: SlurmJob, newest: Attempt | None, *, now: float) -> Verdict:
     where = f" on {job.nodes}" if job.nodes else ""
     if snapshot.cancelled:
-        return Verdict(State.RUNNING, f"being cancelled{where}")
+        return Verdict(State.RUNNING, f"being cancelled{where}", Cause.CANCELLED)
     if job.state == "SUSPENDED":
         return Verdict(State.RUNNING, f"suspended by Slurm{where}")
     if newest is not None and newest.action == "requeue" and _read_requeue_note(snapshot, newest):
         return Verdict(State.WAITING, _describe_restart(snapshot, newest))
     if newest is not None and not newest.action:
+        if job.state == ENDING:
+            return Verdict(State.RUNNING, f"being ended by Slurm{where}")
         return _judge_live_run(snapshot, newest, where, now=now)
-    if newest is not None and job.state == "COMPLETING":
+    if newest is not None and job.state == ENDING:
         if newest.action == "stop":
             return _judge_recorded_end(snapshot, newest)
         return Verdict(State.WAITING, _describe_restart(snapshot, newest))
@@ -179,7 +181,8 @@ def _judge_ended_job(snapshot: RunSnapshot, job: SlurmJob, newest: Attempt | Non
     """Judge a job that has ended although its last attempt, if any, did not record a final end."""
     cause = _SLURM_END_CAUSES.get(job.state, "")
     if cause == Cause.CANCELLED:
-        return Verdict(State.STOPPED, _explain_broken_chain(snapshot, newest) or describe_cause(cause), cause)
+        broken = _explain_broken_chain(snapshot, newest)
+        return Verdict(State.STOPPED, broken or _describe_cancellation(snapshot, job), cause)
     if newest is not None and newest.action == "requeue":
         detail = f"{describe_cause(newest.cause)}; Slurm did not start it again ({job.state})"
         return Verdict(_classify_end(newest.cause), detail, newest.cause)
@@ -188,6 +191,13 @@ def _judge_ended_job(snapshot: RunSnapshot, job: SlurmJob, newest: Attempt | Non
     if cause:
         return Verdict(_classify_end(cause), f"{describe_cause(cause)} (Slurm says {job.state})", cause)
     return _judge_failure(snapshot, newest, Cause.CRASH, otherwise=f"Slurm says {job.state}")
+
+
+def _describe_cancellation(snapshot: RunSnapshot, job: SlurmJob) -> str:
+    """Say who cancelled a job, unless it was its owner; Slurm knows that only with accounting."""
+    if snapshot.cancelled or job.cancelled_by == snapshot.run.stat().st_uid:
+        return describe_cause(Cause.CANCELLED)
+    return f"cancelled {'outside Trainyard' if job.cancelled_by is None else f'by {name_user(job.cancelled_by)}'}"
 
 
 def _explain_broken_chain(snapshot: RunSnapshot, newest: Attempt | None) -> str:
@@ -381,8 +391,11 @@ def explain_pending_reason(reason: str) -> str:
     return next((text for prefix, text in _REASONS.items() if reason.startswith(prefix)), f"Slurm says: {reason}")
 
 
+ENDING = "COMPLETING"
+"""Slurm's state of a job whose end is decided, while its processes save and exit."""
+
 _PENDING_STATES = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-_RUNNING_STATES = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+_RUNNING_STATES = ("RUNNING", ENDING, "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 
 _SLURM_END_CAUSES = {
     "CANCELLED": Cause.CANCELLED,

@@ -87,6 +87,7 @@ def _list_attempts(status: Status) -> list[str]:
 def _build_row(attempt: Attempt, status: Status) -> Sequence[str]:
     is_last = attempt is status.newest_attempt and status.state not in ACTIVE
     cause = attempt.cause or (status.cause if is_last else "")  # of the last one, Slurm or an error may tell it
+    words = attempt.reason if attempt.reason.startswith(Cause.CANCELLED) else describe_cause(cause)  # by whom
     trained = f"steps {attempt.steps[0]}-{attempt.steps[1]}" if attempt.steps else "no step"
     ranks = f"{attempt.world_size} ranks " if attempt.world_size and attempt.world_size > 1 else ""
     again = {"requeue": "requeued", "slurm": "started again by Slurm", "stop": "final"}.get(attempt.action, "")
@@ -97,7 +98,7 @@ def _build_row(attempt: Attempt, status: Status) -> Sequence[str]:
         "" if attempt.end is None else f"for {format_duration(max(0.0, attempt.end - attempt.start))}",
         f"{ranks}on {attempt.nodes}" if attempt.nodes else "",
         "packing" if attempt.only_packs else trained,
-        ", ".join(part for part in (describe_cause(cause), again) if part),
+        ", ".join(part for part in (words, again) if part),
     )
 
 
