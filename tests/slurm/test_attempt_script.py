@@ -19,10 +19,17 @@ PROGRAMS = {
         case "$*" in
             *"%A %E %o"*) cat "$FAKE/queue" ;;
             *%T*) echo trainyard RUNNING ;;
+            *%x*) echo "trainyard $(cat "$FAKE/excluded")" ;;
             *%e*) date -d "+$(cat "$FAKE/left_s") seconds" "+trainyard %FT%T" ;;
         esac""",
-    "sinfo": "echo 'trainyard a-0 idle'",
+    "sinfo": """\
+        case "$*" in
+            *"%N %T"*) echo 'trainyard a-0 idle' ;;
+            *" -n "*) echo 'trainyard gpu:8 big' ;;
+            *) sed 's/^/trainyard /' "$FAKE/nodes" ;;
+        esac""",
     "scontrol": """\
+        if [ "$1 $2" = "show hostnames" ]; then tr , '\\n' <<<"$3"; exit; fi
         echo "scontrol $*" >>"$FAKE/calls"
         [ -s "$FAKE/refusals" ] || exit 0
         head -n 1 "$FAKE/refusals" >&2
@@ -52,7 +59,7 @@ class Host:
         for name, text in PROGRAMS.items():
             (self.bin / name).write_text(f"#!/bin/bash\n{text}\n")
             (self.bin / name).chmod(0o755)
-        self.set(left_s="3600", next_job="13\n", queue="")
+        self.set(left_s="3600", next_job="13\n", queue="", nodes="", excluded="")
         (self.scripts / "attempt.sh").write_text(render_attempt_script())
         self.limits = "preempted=1000 time_limit=100 node_failure=10 crash=2 hung=5 disk_full=30"
         self.environ: dict[str, str] = {}
@@ -78,6 +85,7 @@ class Host:
         array = {"SLURM_ARRAY_JOB_ID": self.job, "SLURM_ARRAY_TASK_ID": self.element} if self.element else {}
         restarts = {"SLURM_RESTART_COUNT": str(self.restarts)} if self.restarts else {}
         slurm = {"SLURM_JOB_ID": self.job, "SLURM_JOB_NODELIST": "a-0", "SLURM_JOB_PARTITION": "a", **array, **restarts}
+        slurm |= {"SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURMD_NODENAME": "a-0"}
         own = {"TRAINYARD_RUN": str(self.run), "TRAINYARD_LIMITS": self.limits, "TRAINYARD_SIGNAL_S": "20"}
         path = {"PATH": f"{self.bin}:{os.environ['PATH']}", "FAKE": str(self.fake), "TRAINYARD_REQUEUE_S": "20"}
         line = f"source {self.scripts / 'attempt.sh'} {' '.join(map(str, words))}"
@@ -170,6 +178,83 @@ def test_the_sites_command_runs_once_when_a_run_has_ended_and_changes_nothing(ho
     assert "on_end of the cluster file: exit code 1" in (host.scripts / "7_0_log.err").read_text()
 
 
+FOUR = "".join(f"a-{n} gpu:8 big idle\n" for n in range(4))
+
+
+def fail_on(host: Host, rank: int, cause: str, message: str = "no") -> None:
+    """Let a rank of the next attempt, on nodes a-0 and a-1 with two ranks each, record an error."""
+    host.environ = {"SLURM_JOB_NODELIST": "a-0,a-1", "SLURM_JOB_NUM_NODES": "2"}
+    (host.run / "errors").mkdir(exist_ok=True)
+    error = {"rank": rank, "message": message, "cause": cause}
+    (host.run / "errors" / f"7-{host.restarts}-rank{rank}.json").write_text(json.dumps(error, indent=2))
+
+
+@pytest.mark.parametrize(
+    ("rank", "cause", "message", "excluded"),
+    [
+        (2, "signal 11", "no", "a-1"),
+        (1, "bug", "CUDA error: uncorrectable ECC error encountered", "a-0"),
+        (3, "disk_error", "no", "a-1"),
+        (0, "bug", "no column named x", ""),
+        (0, "host_oom", "no", ""),
+    ],
+)
+def test_the_node_of_a_rank_that_failed_is_excluded_unless_its_code_or_memory_did(
+    rank: int, cause: str, message: str, excluded: str, host: Host
+):
+    host.set(nodes=FOUR, excluded="b-9")
+    fail_on(host, rank, cause, message)
+    assert host.attempt("crash") == ("crash", "requeue")
+    change = [f"scontrol update jobid=7 excnodelist=b-9,{excluded}"] * bool(excluded)
+    assert host.read_calls() == ["scontrol requeue 7", *change]
+    assert [line.get("excluded") for line in host.read_lines()[2:]] == [excluded] * bool(excluded)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        pytest.param(FOUR.replace("a-2 gpu:8 big", "a-2 gpu:4 small").replace("a-3 gpu:8", "a-3 gpu:4"), id="others"),
+        pytest.param(
+            FOUR.replace("big idle", "big down*").replace("a-2 gpu:8 big down*", "a-2 gpu:8 big idle"), id="down"
+        ),
+        pytest.param("", id="no answer"),
+    ],
+)
+def test_no_node_is_excluded_that_the_job_may_need(nodes: str, host: Host):
+    host.set(nodes=nodes)
+    fail_on(host, 0, "signal 9")
+    assert host.attempt("crash") == ("crash", "requeue")
+    assert host.read_calls() == ["scontrol requeue 7"]
+
+
+def test_a_lost_node_is_excluded_at_the_next_start_that_is_ours_and_only_once(host: Host):
+    host.set(nodes=FOUR)
+    assert host.attempt("taken") == ("", "slurm")
+    with (host.run / "slurm" / "attempts.jsonl").open("a") as log:
+        log.write('{"event":"end","job":"7","attempt":0,"cause":"node_failure","reason":"lost: a-3"}\n')
+    host.attempt("saved")
+    assert host.read_calls() == ["scontrol requeue 7", "scontrol update jobid=7 excnodelist=a-3"]
+    host.set(excluded="a-3")
+    host.attempt("saved")
+    assert host.read_calls()[2:] == ["scontrol requeue 7"]
+
+
+def test_a_successor_excludes_the_node_too(host: Host):
+    host.set(nodes=FOUR, refusals=f"{REFUSED}\n")
+    fail_on(host, 2, "hung")
+    assert host.attempt("crash") == ("crash", "requeue")
+    script = host.scripts / "7_submission.sh"
+    assert host.read_calls()[1] == f"sbatch --parsable --dependency=afterany:7 --exclude=a-1 {script}"
+    assert [line["event"] for line in host.read_lines()] == ["start", "end", "successor", "exclude"]
+
+
+def test_two_nodes_that_were_lost_together_leave_a_line_that_can_be_read(host: Host):
+    host.attempt("taken")
+    (host.bin / "sinfo").write_text("#!/bin/bash\necho 'trainyard a-0 down*'\necho 'trainyard a-1 down'\n")
+    host.attempt("saved")
+    assert host.read_lines()[1]["reason"] == "lost: a-0 a-1"
+
+
 def test_a_slurm_that_does_not_answer_is_asked_until_it_requeues(host: Host):
     host.set(refusals=f"{AWAY}\n" * 3)
     assert host.attempt("crash") == ("crash", "requeue")
@@ -189,7 +274,6 @@ def test_a_slurm_that_never_answers_ends_the_attempt_with_its_words(host: Host):
 
 def test_a_job_that_an_earlier_request_has_requeued_is_not_asked_for_again(host: Host):
     """A slurmctld that was stopped does what it received meanwhile, though the caller had given up waiting."""
-    host.environ = {"TRAINYARD_REQUEUE_S": "1"}
     host.set(refusals=f"{AWAY}\n" + f"{PENDING}\n" * 100)
     assert host.attempt("crash") == ("crash", "requeue")
     assert host.read_calls() == ["scontrol requeue 7"] * 2
@@ -213,7 +297,10 @@ def test_where_slurm_refuses_to_requeue_a_successor_continues_the_run(element: s
     assert host.attempt("crash") == ("crash", "requeue")
     array = f"--array={element} " if element else ""
     script = host.scripts / "7_submission.sh"
-    assert host.read_calls()[1] == f"sbatch --parsable --dependency=afterany:7{suffix} {array}{script}"
+    assert host.read_calls() == [
+        f"scontrol requeue 7{suffix}",  # with the id of the array, Slurm would requeue all of its elements
+        f"sbatch --parsable --dependency=afterany:7{suffix} {array}{script}",
+    ]
     assert (host.fake / "environ").read_text() == "SLURM_CONF=/etc/slurm.conf\n"
     assert (host.scripts / "13_submission.sh").read_text() == "#!/bin/bash\n"
     assert (host.scripts / f"13{suffix}_submitted.pkl").read_text() == f"the pickle of 7{suffix}"

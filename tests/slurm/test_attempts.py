@@ -6,8 +6,10 @@ import signal
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.slurm.cluster_runs import (
+    LAB_FILE,
     TIMEOUT_S,
     Start,
     kill_rank,
@@ -100,6 +102,36 @@ def test_a_resume_on_half_the_gpus_of_another_type_reads_each_sample_once_per_ep
     assert worlds == [4, 2]
 
 
+def test_a_node_that_failed_is_left_out_unless_the_job_needs_it_and_the_sites_command_learns_the_end(
+    lab, start, tmp_path, capsys
+):
+    told, cluster = tmp_path / "told", tmp_path / "told.yaml"
+    on_end = f'echo "$TRAINYARD_CAUSE $TRAINYARD_RUN $SLURM_JOB_ID" >>{told}'
+    cluster.write_text(yaml.safe_dump({**yaml.safe_load(LAB_FILE.read_text()), "on_end": on_end}))
+    moved = start("moved", *LONG, "--hw", "a5000", cluster=cluster)
+    needy = start("needy", *LONG, "--hw", "2080ti", "--gpus", 2, "--nodes", 2, cluster=cluster)
+    wait("steps", lambda: min(read_last_step(moved), read_last_step(needy)) >= 2)
+    kill_rank(moved, 0)
+    kill_rank(needy, 1)
+    wait_for_end(lab, moved)
+    wait_for_end(lab, needy)
+    assert [end[1:] for end in read_ends(moved)] == [end[1:] for end in read_ends(needy)]
+    assert [end[1:] for end in read_ends(moved)] == [("crash", "requeue"), ("done", "stop")]
+    first, second = list_nodes(moved)
+    assert first != second
+    assert [line["excluded"] for line in read_lines(moved / "slurm/attempts.jsonl") if "excluded" in line] == [first]
+    assert f"ExcNodeList={first}\n" in lab.run("scontrol", "show", "job", read_slurm_job_id(moved))
+    assert list_nodes(needy) == ["rtx2080ti-[0-1]"] * 2
+    assert trainyard("why", moved) == 0
+    assert f"crashed, requeued, without {first}, where it failed\n" in capsys.readouterr().out
+    assert sorted(told.read_text().splitlines()) == [f"done {run} {read_slurm_job_id(run)}" for run in (moved, needy)]
+
+
+def list_nodes(run: Path) -> list[str]:
+    """Return the nodes of each attempt."""
+    return [line["nodes"] for line in read_lines(run / "slurm" / "attempts.jsonl") if line["event"] == "start"]
+
+
 def test_where_the_site_forbids_requeues_a_successor_trains_on(lab, start, capsys):
     run = start("forbidden", *LONG, "--hw", "a5000")
     first = read_slurm_job_id(run)
@@ -114,8 +146,10 @@ def test_where_the_site_forbids_requeues_a_successor_trains_on(lab, start, capsy
     lab.run("scancel", follower)
     lab.wait_for(second, "COMPLETED", timeout_s=TIMEOUT_S)
     lines = [line for line in read_lines(run / "slurm" / "attempts.jsonl") if line["event"] != "start"]
-    assert [(line["event"], line["job"]) for line in lines] == [("end", first), ("successor", first), ("end", second)]
-    assert [line.get("cause") for line in lines] == ["crash", None, "done"]
+    in_first = [(event, first) for event in ("end", "successor", "exclude")]
+    assert [(line["event"], line["job"]) for line in lines] == [*in_first, ("end", second)]
+    assert [line.get("cause") for line in lines] == ["crash", None, None, "done"]
+    assert len(set(list_nodes(run))) == 2 and lines[2]["excluded"] == list_nodes(run)[0]
     assert trainyard("why", run) == 0
     printed = capsys.readouterr().out
     assert f"(job {second}): done" in printed and f"continued as Slurm job {second}" in printed

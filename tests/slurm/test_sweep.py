@@ -14,7 +14,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.slurm.cluster_runs import LAB_FILE, kill_rank, read_last_step, read_lines, read_slurm_job_id, trainyard, wait
+from tests.slurm.cluster_runs import (
+    LAB_FILE,
+    kill_rank,
+    read_ends,
+    read_last_step,
+    read_lines,
+    read_slurm_job_id,
+    trainyard,
+    wait,
+)
 from tests.slurm.conftest import Lab
 from tests.training import FAMILIES
 from trainyard.config.compose import compose, find_differences, thaw
@@ -121,6 +130,22 @@ def test_hydras_own_launcher_submits_a_multirun_and_waits_for_it(lab: Lab, tmp_p
     for run in made:
         events = (run / "events.jsonl").read_text()
         assert '"event": "done"' in events and '"world_size": 2' in events
+
+
+@pytest.mark.usefixtures("on_the_lab")
+def test_the_last_run_of_an_array_starts_again_by_itself_and_no_other_with_it(
+    lab: Lab, tmp_path: Path, packed_stripes: str
+):
+    """Slurm gives it the id of the array, which as a question means all of its elements."""
+    where = ["--jobs", FAMILIES, "--runs", tmp_path / "runs", "--cluster", LAB_FILE, "--hw", "2080ti", "--name", "l"]
+    slow = ["data.decode=cpu", f"data.path={packed_stripes}", "max_duration=60st", "model.sleep_ms=500"]
+    assert trainyard("sweep", "stripes", "--sweep", "seed=0,1", *slow, "--no-plan", *where) == 0
+    first, last = (element.run for element in sweep_file.load("l", tmp_path / "runs").elements)
+    wait("steps", lambda: min(read_last_step(first), read_last_step(last)) >= 2)
+    kill_rank(last, 0)
+    wait("both ends", lambda: all(read_ends(run)[-1:] and read_ends(run)[-1][2] == "stop" for run in (first, last)))
+    assert read_ends(last) == [(0, "crash", "requeue"), (1, "done", "stop")]
+    assert read_ends(first) == [(0, "done", "stop")]
 
 
 @pytest.mark.usefixtures("on_the_lab")

@@ -14,7 +14,7 @@
 #         slurm/progress-<attempt> (exists if they packed or staged data), slurm/started-<attempt> (exists if the site's
 #         lines came to their end), slurm/cancelled
 #         ranks/<attempt>-hung.txt (which rank hung: train/watchdog.py), errors/<attempt>-rank<n>.json (why one failed)
-# writes  slurm/attempts.jsonl: one line per start, one per end, one per successor
+# writes  slurm/attempts.jsonl: one line per start, one per end, one per successor, one per node that is kept out
 #         slurm/requeue-<attempt>: what Slurm said, while it does not answer
 # exports TRAINYARD_ATTEMPT ("<Slurm job id>-<restarts>")
 
@@ -70,7 +70,7 @@ ty_end() { # SRUN_EXIT_CODE
         ty_restart "$code" device_oom "a GPU was out of memory: it resumes with half the micro-batch"
     elif ty_is_misused; then
         ty_stop "$ty_attempt" "$code" user_error "srun did not start the ranks: $(ty_read_srun)"
-    elif [ "$code" -ne "$TY_PREEMPTED" ] || ty_has_failed; then # srun tells the other ranks to stop when one fails
+    elif [ "$code" -ne "$TY_PREEMPTED" ] || [ -n "$(ty_list_errors)" ]; then # srun tells the other ranks to stop when one fails
         ty_restart "$code" crash "$(ty_describe_exit "$code")"
     elif ty_is_limit_near; then
         ty_restart "$code" time_limit "saved before the limit"
@@ -87,15 +87,17 @@ ty_restart() { # CODE CAUSE REASON
     refusal=$(ty_check_budget "$2" "$end")
     [ -z "$refusal" ] || ty_stop "$ty_attempt" "$1" "$2" "$3; $refusal"
     echo "$end" >>"$ty_log"
+    ty_choose_excluded "$2"
     ty_requeue "$1" "$2" "$3"
     sleep 60 # Slurm ends this script
     exit "$1"
 }
 
 ty_requeue() { # CODE CAUSE REASON: a Slurm that does not answer is asked again; one that refuses gets a successor
+    [ -z "$ty_avoided" ] || trap '' TERM # that of a requeue would end `scontrol update`, which Slurm refuses before it
     local said="" limit=${TRAINYARD_REQUEUE_S:-900} note=$ty_folder/requeue-$TRAINYARD_ATTEMPT
     local deadline=$((SECONDS + limit))
-    while ! said=$(scontrol requeue "$SLURM_JOB_ID" 2>&1); do
+    while ! said=$(scontrol requeue "$ty_job_id" 2>&1); do
         said=$(ty_make_plain "$said")
         [ -e "$note" ] || echo "$said" >&2
         case $said in
@@ -109,6 +111,9 @@ ty_requeue() { # CODE CAUSE REASON: a Slurm that does not answer is asked again;
         sleep $((limit < 50 ? 1 : limit / 50))
     done
     rm -f "$note"
+    [ -n "$ty_avoided" ] || return 0
+    ! scontrol update "jobid=$ty_job_id" "excnodelist=$ty_excluded" >&2 || ty_record_excluded
+    exit "$1"
 }
 
 ty_start_successor() { # CODE CAUSE REASON
@@ -116,7 +121,8 @@ ty_start_successor() { # CODE CAUSE REASON
     local array=${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID} old new said
     old=$scripts/${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}_submission.sh
     [ ! -e "$ty_folder/cancelled" ] || ty_stop "$ty_attempt" "$1" cancelled "$3"
-    said=$(ty_submit --dependency="afterany:$ty_job_id" ${array:+--array="${array#_}"} "$old" 2>"$note")
+    said=$(ty_submit --dependency="afterany:$ty_job_id" ${array:+--array="${array#_}"} \
+        ${ty_avoided:+--exclude="$ty_excluded"} "$old" 2>"$note")
     new=$(sed -nE 's/^([0-9]+)(;.*)?$/\1/p' <<<"$said" | tail -n 1) # "13;cluster" from a federation
     if [ -z "$new" ]; then
         ty_cancel_unnamed "$old"
@@ -130,8 +136,53 @@ ty_start_successor() { # CODE CAUSE REASON
     fi
     printf '{"event":"successor","job":"%s","attempt":%d,"time":"%s","successor":"%s"}\n' \
         "$ty_job_id" "$ty_attempt" "$(ty_print_time)" "$new$array" >>"$ty_log"
+    [ -z "$ty_avoided" ] || ty_record_excluded
     ty_move_dependants "$new$array"
     exit "$1"
+}
+
+ty_choose_excluded() { # CAUSE: set ty_avoided (failed nodes that can be spared) and ty_excluded (all that the job excludes)
+    local node all
+    ty_avoided="" ty_excluded=$(ty_ask squeue %x -j "$ty_job_id")
+    for node in $(ty_find_failed "$1"); do
+        ! scontrol show hostnames "${ty_excluded:-,}" | grep -qxF "$node" || continue
+        all=${ty_excluded:+$ty_excluded,}$node
+        [ "$(ty_count_usable "$node" "$all")" -ge "$SLURM_JOB_NUM_NODES" ] || continue # the job could never start
+        ty_excluded=$all ty_avoided=${ty_avoided:+$ty_avoided,}$node
+    done
+}
+
+ty_count_usable() { # NODE EXCLUDED: of the nodes of the partition that are like NODE, how many are left without EXCLUDED
+    local kind
+    kind=$(ty_ask sinfo '%G %f' -N -n "$1" -p "$SLURM_JOB_PARTITION" | head -n 1)
+    ty_ask sinfo '%N %G %f %T' -N -p "$SLURM_JOB_PARTITION" | grep -F " ${kind:-?} " \
+        | grep -vE ' (down|drain|fail|error|unknown|reboot|maint|reserved)[a-z]*$|\*$' | cut -d ' ' -f 1 \
+        | grep -vxFf <(scontrol show hostnames "$2") | grep -c .
+}
+
+ty_find_failed() { # CAUSE: the nodes that the run lost, and where this attempt failed, unless its code or memory was why
+    local node own rank
+    sed -nE 's/.*"cause":"node_failure".*"reason":"lost: (one of )?([^][",]*)"\}$/\2/p' "$ty_log"
+    [[ $1 == crash || $1 == hung || $1 == disk_error ]] || return 0
+    node=$(ty_read_log "$ty_attempt" | sed -nE 's/^srun: error: ([^ :]+): tasks? .*/\1/p' | head -n 1)
+    own=$(ty_list_errors)
+    if [ ! -e "$ty_folder/started-$TRAINYARD_ATTEMPT" ]; then
+        node=${node:-$SLURMD_NODENAME}
+    elif [ -n "$own" ]; then
+        rank=$(while read -r file; do
+            ! grep -qE '"cause": "(signal |crash|hung|disk_error)|"message": ".*\b(CUDA|NCCL|ECC)\b' "$file" \
+                || sed -n 's/^ *"rank": \([0-9]*\),$/\1/p' "$file"
+        done <<<"$own" | head -n 1)
+        node=${rank:+$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n "$((rank / SLURM_NTASKS_PER_NODE + 1))p")}
+    elif ty_read_log "$ty_attempt" | grep -qiE 'oom.kill|out of memory'; then
+        node=""
+    fi
+    echo "$node"
+}
+
+ty_record_excluded() {
+    printf '{"event":"exclude","job":"%s","attempt":%d,"time":"%s","excluded":"%s"}\n' \
+        "$ty_job_id" "$ty_attempt" "$(ty_print_time)" "$ty_avoided" >>"$ty_log"
 }
 
 ty_move_dependants() { # SUCCESSOR: what waits for this Slurm job to end well waits for its successor instead
@@ -172,7 +223,7 @@ ty_record_previous_end() { # if it ended without recording why
     # The log has what srun and slurmstepd said in that attempt, even when a busy controller does not answer sinfo.
     messages=$(ty_read_log "$last" | grep -E "(JOB|STEP) ${SLURM_JOB_ID}[. ].*CANCELLED AT|^srun: error: Node failure on")
     nodes=$(sed -n "s/.*\"job\":\"$ty_job_id\",\"attempt\":$last,.*\"nodes\":\"\([^\"]*\)\".*/\1/p" "$ty_log" | tail -n 1)
-    down=$(ty_ask sinfo '%N %T' -N -n "$nodes" | grep -E ' (down|fail|error|unknown|reboot)|\*$' | cut -d ' ' -f 1 | sort -u)
+    down=$(ty_ask sinfo '%N %T' -N -n "$nodes" | grep -E ' (down|fail|error|unknown|reboot)|\*$' | cut -d ' ' -f 1 | sort -u | xargs)
     if [[ -n $down || $messages == *"NODE FAILURE"* || $messages == *"Node failure on"* ]]; then
         ty_write_end "$last" -1 node_failure slurm "lost: ${down:-one of $nodes}"
     elif [[ -e $ty_folder/signal-$ty_job_id-$last || $messages == *PREEMPTION* ]]; then
@@ -238,7 +289,7 @@ ty_has_room() { # for 64 KiB in the run's folder; not on a full or read-only dis
 ty_read_state() { # of the job; when Slurm ends the job it may kill squeue too, so retry until this script is killed
     local state
     for _ in 1 2 3 4 5; do
-        state=$(ty_ask squeue %T -j "$SLURM_JOB_ID") && [ -n "$state" ] && break
+        state=$(ty_ask squeue %T -j "$ty_job_id") && [ -n "$state" ] && break
         sleep 3
     done
     printf %s "${state:-RUNNING}"
@@ -247,7 +298,7 @@ ty_read_state() { # of the job; when Slurm ends the job it may kill squeue too, 
 ty_is_limit_near() { # Slurm's warning comes up to a minute early
     local ends
     [[ $(ty_read_signal) != SIGTERM ]] || return 1
-    ends=$(date -d "$(ty_ask squeue %e -j "$SLURM_JOB_ID")" +%s 2>/dev/null) || ends=${SLURM_JOB_END_TIME:-}
+    ends=$(date -d "$(ty_ask squeue %e -j "$ty_job_id")" +%s 2>/dev/null) || ends=${SLURM_JOB_END_TIME:-}
     [ -n "$ends" ] && [ $((ends - $(date +%s))) -le $((TRAINYARD_SIGNAL_S + 90)) ]
 }
 
@@ -265,8 +316,8 @@ ty_describe_exit() { # CODE: with what the first rank that failed said, or else 
     fi
 }
 
-ty_has_failed() { # whether a rank recorded an error of its own that ended it
-    grep -sLE '"cause": "(lost_peer|device_oom)"' "$TRAINYARD_RUN/errors/$TRAINYARD_ATTEMPT"-rank*.json | grep -q .
+ty_list_errors() { # the files in which ranks recorded errors of their own that ended them
+    grep -sLE '"cause": "(lost_peer|device_oom)"' "$TRAINYARD_RUN/errors/$TRAINYARD_ATTEMPT"-rank*.json
 }
 
 ty_is_misused() { # whether srun said that it does not know an option: it would say so again

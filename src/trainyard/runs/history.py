@@ -50,6 +50,7 @@ class Attempt:
     # Set only for attempts that Slurm started:
     slurm_job_id: str = ""
     action: str = ""  # how it was started again: "requeue" by us, "slurm", or "stop": not at all; "" while it runs
+    excluded: str = ""  # nodes that failed, which the next attempt does without, with commas
     successor: str = ""  # the Slurm job that "requeue" submitted, because Slurm does not requeue this one; "" else
     code: int | None = None  # exit code; -1: Slurm ended it before it could exit
     reason: str = ""  # why it ended, as the batch script recorded it
@@ -205,7 +206,7 @@ _Kinds = Mapping[str, str]
 _TIME = "time"  # ISO 8601
 _START_OR_END = {
     **{"time": _TIME, "event": "text", "attempt": "count", "code": "number", "cause": "text"},
-    **{"job": "text", "successor": "text"},
+    **{"job": "text", "successor": "text", "excluded": "text"},
 }
 _EVENT = {"time": _TIME, "event": "text", "step": "count", "total_steps": "count", "world_size": "count"}
 _HEARTBEAT = {
@@ -426,8 +427,8 @@ def _group_attempt_lines(lines: Sequence[JsonObject]) -> dict[str, list[JsonObje
         name = f"{line.get('job')}-{line.get('attempt')}"
         if line.get("event") == "start":
             groups[name] = [line]
-        elif name in groups and line.get("event") == "successor":
-            groups[name][-1] = groups[name][-1] | {"successor": line.get("successor")}
+        elif name in groups and line.get("event") in ("successor", "exclude"):
+            groups[name][-1] = groups[name][-1] | {key: line[key] for key in ("successor", "excluded") if key in line}
         elif name in groups:
             groups[name].append(line)
     return groups
@@ -485,6 +486,7 @@ def _build_slurm_attempt(
         steps=_find_step_range(events, heartbeat),
         slurm_job_id=str(start.get("job", "")),
         action=str(end.get("action", "")),
+        excluded=str(end.get("excluded", "")),
         successor=str(end.get("successor", "")),
         code=end.get("code"),
         reason=str(end.get("reason", "")),

@@ -92,13 +92,14 @@ def _build_row(attempt: Attempt, status: Status) -> Sequence[str]:
     ranks = f"{attempt.world_size} ranks " if attempt.world_size and attempt.world_size > 1 else ""
     again = {"requeue": "requeued", "slurm": "started again by Slurm", "stop": "final"}.get(attempt.action, "")
     again = f"continued as Slurm job {attempt.successor}" if attempt.successor else again
+    without = f"without {attempt.excluded}, where it failed" if attempt.excluded else ""
     return (
         attempt.id,
         f"{datetime.fromtimestamp(attempt.start):%Y-%m-%d %H:%M}",
         "" if attempt.end is None else f"for {format_duration(max(0.0, attempt.end - attempt.start))}",
         f"{ranks}on {attempt.nodes}" if attempt.nodes else "",
         "packing" if attempt.only_packs else trained,
-        ", ".join(part for part in (words, again) if part),
+        ", ".join(part for part in (words, again, without) if part),
     )
 
 
