@@ -71,7 +71,13 @@ def format_labelme(objects: list[tuple[str, list[float]]], name: str) -> str:
         {"label": name, "points": list_points(*box), "shape_type": "rectangle" if name == "red" else "polygon"}
         for name, box in objects
     ]
-    content = {"version": "5.0", "flags": {}, "shapes": shapes, "imagePath": f"../images/{name}.png", "imageData": None}
+    content: dict[str, Any] = {
+        "version": "5.0",
+        "flags": {},
+        "shapes": shapes,
+        "imagePath": f"../images/{name}.png",
+        "imageData": None,
+    }
     return json.dumps({**content, "imageHeight": SIZE[1], "imageWidth": SIZE[0]})
 
 

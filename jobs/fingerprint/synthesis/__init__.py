@@ -90,7 +90,7 @@ def _write_finger(folder: Path, count: int, seed: int, finger: int) -> int:
     for number, name in enumerate(names, start=1):
         png = io.BytesIO()
         Image.fromarray(draw_impression(master, seed, finger, number).image).save(png, "PNG", compress_level=1)
-        write_atomically(folder / name, png.getvalue())
+        write_atomically(folder / name, png.getvalue(), durable=False)
     return len(names)
 
 
