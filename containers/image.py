@@ -256,6 +256,7 @@ def _apptainer(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
 def _test(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     target, engine = find_target(args.hw), find_engine(environ)
     check_image(engine, target, args.hw)
+    engine.require_builds()
     tag = f"{format_tag(target)}-tests"
     with hold_lock(engine.lock_file(), doing="building a container image") as lock:
         values = {"TESTED": format_tag(target)}
