@@ -153,6 +153,9 @@ BROKEN = {
     "sets share no sample": {
         "pack": ("find_sets(columns, vocabulary)", "find_sets(columns, vocabulary) | {'test': np.arange(9)}")
     },
+    "forward and predict return what training reads": {
+        "module": ('return {"logits": self.network(batch["image"]).float(), ', 'return {"logits": batch["image"][1:], ')
+    },
     "the loss falls on one batch": {"module": ('return {"loss": loss,', 'return {"loss": 0 * loss + 1,')},
     "every parameter gets a gradient": {
         "module": ("self.network, self.classes", "self.spare = nn.Linear(2, 2)\n        self.network, self.classes")
@@ -176,9 +179,10 @@ def test_a_family_that_breaks_the_contract_is_found_and_the_place_named(name, tm
 
 def test_what_a_family_raises_is_told_with_its_line_and_later_checks_are_left_out(tmp_path):
     write_family(tmp_path / "raises", "bad", "images", pack=("for file in files:\n", "for file in [1 / 0]:\n"))
-    results = [*check_family.check_family(tmp_path / "raises", "bad", tmp_path)]
-    assert [result.passed for result in results] == [True, True, False]
-    assert "ZeroDivisionError" in results[-1].failure and "bad/pack.py:" in results[-1].failure
+    (tmp_path / "raises/bad/README.md").unlink()
+    first, files, presets = check_family.check_family(tmp_path / "raises", "bad", tmp_path)
+    assert "ZeroDivisionError" in first.failure and "bad/pack.py:" in first.failure
+    assert "lacks README.md" in files.failure and presets.passed
 
 
 def test_a_missing_file_is_named(tmp_path, capsys):

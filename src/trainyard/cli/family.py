@@ -2,8 +2,11 @@
 
 import argparse
 import shlex
+import sys
 import tempfile
 from pathlib import Path
+
+from loguru import logger
 
 from trainyard.cli.verb import Verbs, add_verb
 from trainyard.config.families import format_families, list_roots
@@ -35,6 +38,8 @@ def _create(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from trainyard.tools.check_family import check_family
 
+    logger.remove()
+    logger.add(sys.stderr, format="{message}", level="WARNING")
     path = Path(args.family)
     usual = [args.jobs] if args.typed_jobs else [root for root in list_roots() if (root / args.family).is_dir()]
     jobs, name = (path.parent, path.name) if len(path.parts) > 1 else ((usual or [args.jobs])[0], args.family)

@@ -17,6 +17,7 @@ from trainyard.data.prepare import prepare_data
 from trainyard.node.rank_task import execute
 from trainyard.runs.create import create_run
 from trainyard.runs.folder import read_env
+from trainyard.runs.history import read_errors
 from trainyard.runs.manifest import list_checkpoints
 from trainyard.runs.state import ExitCode
 from trainyard.train import checkpoint
@@ -127,7 +128,8 @@ def _expect(expected: ExitCode, code: int, run: Path) -> None:
         return
     if expected == ExitCode.PREEMPTED and code == ExitCode.DONE:
         raise RunsDiffer("the run that should be stopped ended first: it needs more steps")
-    raise RunsDiffer(f"run '{run.name}' exits with code {code}, expected {int(expected)}")
+    said = "".join(f": {error.summary}" for error in read_errors(run)[:1])
+    raise RunsDiffer(f"run '{run.name}' exits with code {code}, expected {int(expected)}{said}")
 
 
 VARYING = ("progress/train_s", "metrics_position")
