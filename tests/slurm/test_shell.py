@@ -1,5 +1,6 @@
 """A shell where a run would be, and next to one: the partition, the cards and the site's setup, on a real Slurm."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.slurm.cluster_runs import LAB_FILE, Start, read_last_step, read_slurm_job_id, trainyard, wait
+from tests.slurm.cluster_runs import LAB_FILE, TIMEOUT_S, Start, read_last_step, read_slurm_job_id, trainyard, wait
 from tests.slurm.conftest import Lab
 from tests.training import FAMILIES, new_run
 
@@ -46,6 +47,21 @@ def test_a_shell_beside_a_run_is_in_its_slurm_job(lab: Lab, start: Start, tmp_pa
     shown = type_into_shell(lab, tmp_path, run, lines="echo in job $SLURM_JOB_ID")
     assert f"in job {read_slurm_job_id(run)}" in shown
     assert trainyard("cancel", run) == 0
+
+
+def test_a_run_in_a_shell_of_salloc_says_how_to_train_on_its_nodes_and_that_works(lab: Lab, tmp_path: Path):
+    new_run(tmp_path)  # packs the data
+    allocation = ["salloc", "--partition=a100", "--gres=gpu:a100:2", "--nodelist=a100-1"]
+    words = ["run", "stripes", "max_duration=4st", "data.decode=cpu", f"data.cache={tmp_path / 'cache'}"]
+    words += ["--name", "mine", "--jobs", str(FAMILIES), "--runs", str(tmp_path / "runs")]
+    refused = lab.try_run(*allocation, sys.executable, "-m", "trainyard", *words, timeout_s=TIMEOUT_S)
+    assert refused.returncode == 2 and not (tmp_path / "runs" / "stripes" / "mine").exists()
+    said = "This shell has reserved a100-1, but is not there: the run would train here while a100-1 waits."
+    assert f"{said} To train there: srun --nodes=1 --ntasks=1 trainyard {shlex.join(words)}" in refused.stderr
+    command = refused.stderr.partition("To train there: ")[2].splitlines()[0]
+    command = command.replace(" trainyard ", f" {sys.executable} -m trainyard ", 1)
+    lab.run(*allocation, "bash", "-c", command, timeout_s=TIMEOUT_S)
+    assert read_last_step(tmp_path / "runs" / "stripes" / "mine") == 4
 
 
 def test_a_dry_shell_prints_its_command_and_a_run_outside_slurm_has_none(tmp_path: Path, capsys):

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -34,7 +35,7 @@ from trainyard.runs.submission import read_submission
 from trainyard.terminal import say
 from trainyard.text import quote_path
 from trainyard.train.trackers import require_trackers
-from trainyard.train.world import read_world
+from trainyard.train.world import find_idle_nodes, read_world
 
 
 def add_commands(verbs: Verbs) -> None:
@@ -260,6 +261,7 @@ def _apply_changes(
 
 
 def _count_ranks(args: argparse.Namespace) -> int:
+    _refuse_idle_nodes(args)
     if not args.gpus:
         return 1 if args.cpu_ranks < 1 else int(args.cpu_ranks)
     if _is_launched():
@@ -274,6 +276,18 @@ def _count_ranks(args: argparse.Namespace) -> int:
             + (f"Use --gpus {found}." if found else "Leave --gpus (GPUS=) out to train on the CPU.")
         )
     return wanted
+
+
+def _refuse_idle_nodes(args: argparse.Namespace) -> None:
+    """Refuse to train in a shell of salloc, which is not on the nodes that it has reserved; say how to train there."""
+    if nodes := find_idle_nodes(os.environ):
+        has_tasks = "SLURM_NTASKS" in os.environ  # salloc -n 4: a rank each
+        start = ["srun"] if has_tasks else ["srun", "--nodes=1", "--ntasks=1"]
+        name = ["--name", "NAME"] if has_tasks and getattr(args, "name", "") is None else []
+        raise UserError(
+            f"This shell has reserved {nodes}, but is not there: the run would train here while {nodes} waits. To "
+            f"train there: {shlex.join([*start, 'trainyard', *args.typed, *name])}"
+        )
 
 
 def _refuse_impossible(config: TrainConfig, count: int) -> None:

@@ -50,6 +50,11 @@ def read_world(environ: Mapping[str, str]) -> World:
     return World()
 
 
+def find_idle_nodes(environ: Mapping[str, str]) -> str:
+    """Return the nodes of a Slurm job that this process was given but is not on, as in a shell of salloc; else ""."""
+    return "" if "SLURMD_NODENAME" in environ else environ.get("SLURM_JOB_NODELIST", "")
+
+
 def read_attempt_id(environ: Mapping[str, str], *, started: float) -> str:
     """Return the attempt's id: "<Slurm job id>-<restarts>", as the batch script set it, or "local-<seconds>"."""
     return environ.get("TRAINYARD_ATTEMPT") or f"local-{int(started)}"
