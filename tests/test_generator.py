@@ -10,6 +10,7 @@ from trainyard.config.compose import compose
 from trainyard.data.generator import hash_generator, hash_packing
 from trainyard.data.index import read_index
 from trainyard.data.prepare import prepare_data
+from trainyard.errors import UserError
 
 JOBS = Path(__file__).parents[1] / "jobs"
 SOURCES = {
@@ -99,3 +100,9 @@ def test_the_digest_of_packing_changes_with_its_code_and_not_with_docstrings_opt
     assert hash_with(pack=files["pack.py"].replace("Load.", "Load it\n\n    from a file.")) == plain
     assert hash_with(pack=files["pack.py"].replace("read()", "1 + read()")) != plain
     assert hash_with(names=files["names.py"].replace("return 1", "return 2")) != plain
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence_with_the_option_to_type():
+    config = compose("stripes", ["data.cache=/proc/packed", "data.synthetic=8"], FAMILIES)
+    with pytest.raises(UserError, match=r"data\.cache=/proc/packed: nothing can be .* to: data\.cache=FOLDER$"):
+        prepare_data(config, FAMILIES)

@@ -417,7 +417,7 @@ def require_writable(folder: Path, *, flag: str) -> None:
     """Check that a folder is there and can be written to, or can be created; creates nothing.
 
     Args:
-        flag: with which the folder is named, such as "--results".
+        flag: with which the folder is named, such as "--results" or "data.cache=".
 
     Raises:
         UserError: it cannot; says why and what to type.
@@ -427,10 +427,10 @@ def require_writable(folder: Path, *, flag: str) -> None:
         with tempfile.TemporaryFile(dir=existing):
             return
     except OSError as error:
-        where = "" if existing == folder else f" in {existing}"
+        where, before = "" if existing == folder else f" in {existing}", flag if flag.endswith("=") else f"{flag} "
         raise UserError(
-            f"{flag} {folder}: nothing can be written there: {error.strerror}{where}. Name a folder that you may write "
-            f"to: {flag} FOLDER"
+            f"{before}{folder}: nothing can be written there: {error.strerror}{where}. Name a folder that you may "
+            f"write to: {before}FOLDER"
         ) from error
 
 

@@ -30,6 +30,7 @@ from trainyard.files import (
     remove_partial_folders,
     remove_partials,
     rename,
+    require_writable,
     write_json,
 )
 from trainyard.foreign import remember_reads
@@ -92,6 +93,8 @@ def pack_raw(
         if not listing.samples:
             raise UserError(f"{raw}: {explain_no_sample(raw, config, jobs_dir)} Name another folder: data.path=FOLDER")
         folder = out or named
+        if out is None:
+            require_writable(folder.parent, flag="data.cache=")
         _log_reading(family, raw, config, seen)
 
         def progress(samples: int) -> None:
@@ -364,6 +367,7 @@ def _synthesize_raw(config: TrainConfig, jobs_dir: Path, hook: Callable[[], None
     """
     synthesize, raw = load_family(jobs_dir, config.family, "pack").synthesize, _name_synthetic(config, jobs_dir)
     unfinished, record = raw.with_name(f"{raw.name}.partial"), raw.with_name(f".{raw.name}.drawn")
+    require_writable(raw.parent, flag="data.cache=")
     with _lock_folder(raw):
         if raw.is_dir() and (found := _describe_files(raw)) != (drawn := read_object(record)):
             aside = find_free_name(raw.with_name(f"{raw.name}.damaged"))
