@@ -602,6 +602,23 @@ def test_the_verdict_is_about_the_best_method_without_a_network(tmp_path):
     assert headline.place.endswith("lower is better; logistic 0.1000 [0.05000, 0.2000], in 3s; chance 0.5000")
 
 
+def test_a_figure_of_the_set_that_chose_the_checkpoint_says_so_on_screen_and_page(tmp_path):
+    run = new_run(tmp_path)
+    said = "val also chose among 3 checkpoints, so new data may score worse"
+    with closing(open_recorder(run)) as log:
+        log.log("event", 0, {"event": "start", "total_steps": 9, "monitor": MONITOR})
+        log.log("eval", 3, {"split": "val", "eer": 0.2})
+        assert "also chose" not in find_headline(RunStory.read(run)).place
+        for step in (6, 9, 9):
+            log.log("eval", step, {"split": "val", "eer": 0.1})
+    assert find_headline(RunStory.read(run)).place == f"on val, step 6; {said}; lower is better"
+    assert said in report.format_summary(run) and said in Page(report.write_report(run)).text
+    with closing(open_recorder(run, resume_at=9)) as log:
+        log.log("eval", 9, {"split": "test", "eer": 0.3})
+    assert find_headline(RunStory.read(run)).place == "on test, step 9; lower is better"
+    assert said in report.format_summary(run), "next to the best validation"
+
+
 def test_a_missing_interval_is_explained(tmp_path):
     run = new_run(tmp_path)
     for lost, is_explained in (({}, False), ({"draws_lost_twin": 0.52}, True)):

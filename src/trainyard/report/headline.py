@@ -56,7 +56,12 @@ def find_headline(story: RunStory) -> Headline:
     untrained = _find_untrained(story, metric, line)
     rival, place = _find_rival(story, metric, mode, line)
     baseline = rival or _find_baseline(monitor, line) or untrained
-    parts = [f"on {line['split']}, {_name_weights(story, line)}", f"{_WORDS[mode]} is better"]
+    chose = explain_choice(story, str(line["split"]))
+    parts = [
+        f"on {line['split']}, {_name_weights(story, line)}",
+        *([chose] if chose else []),
+        f"{_WORDS[mode]} is better",
+    ]
     shown = [one for one in dict.fromkeys([baseline, _find_baseline(monitor, line), untrained]) if one]
     parts += [place if one is rival else f"{one.name} {format_score(one.value)}" for one in shown]
     return Headline(
@@ -66,6 +71,16 @@ def find_headline(story: RunStory) -> Headline:
         judge_metric(line, metric, mode=mode, baseline=baseline),
         _list_others(line, [metric, *(str(tie[0]) for tie in monitor.get("ties", ()))]),
     )
+
+
+def explain_choice(story: RunStory, split: str) -> str:
+    """Return that a set chose among checkpoints, which makes what it scores look better; "" if it did not."""
+    monitor = story.find_start_field("monitor") or {}
+    metric = str(monitor.get("metric", ""))
+    steps = {line["step"] for line in story.evals if line["split"] == split and metric in line}
+    if split != monitor.get("split") or len(steps) < 2:
+        return ""
+    return f"{split} also chose among {len(steps)} checkpoints, so new data may score worse"
 
 
 def render_headline(headline: Headline) -> str:

@@ -10,7 +10,7 @@ from loguru import logger
 from trainyard.files import forgive_failed_write, limit_writers, write_atomically
 from trainyard.report.evaluation_table import render_evaluations
 from trainyard.report.figures import Plot
-from trainyard.report.headline import find_headline, render_headline
+from trainyard.report.headline import explain_choice, find_headline, render_headline
 from trainyard.report.html import escape, render_gallery, render_page, render_section, render_table
 from trainyard.report.metric_values import ABSENT, format_alike, format_metric, format_value
 from trainyard.report.run_plots import draw_plots, read_figures
@@ -53,7 +53,9 @@ def format_summary(run: Path, *, next_commands: Sequence[str] = ()) -> str:
     best = story.find_best_evaluation()
     if best and headline.metric and f"on {best[1]['split']}," not in headline.place:
         name, line = best
-        rows.append(("best", [f"{name} {format_metric(line, name)} on {line['split']} at step {line['step']:,}"]))
+        said = f"{name} {format_metric(line, name)} on {line['split']} at step {line['step']:,}"
+        chose = explain_choice(story, str(line["split"]))
+        rows.append(("best", [said, *([chose] if chose else [])]))
     for i, (name, predicted, observed) in enumerate(_list_usage(story)):
         rows.append(("" if i else "plan", [name, f"predicted {predicted}", f"observed {observed}"]))
     rows.append(("report", [str(page) if page.exists() else "not written"]))
