@@ -145,6 +145,13 @@ def test_a_table_may_be_a_file_with_semicolons_and_decimal_commas_which_are_aske
     assert 5 < scaling["numbers"]["size"][0] < 25 and 10 < scaling["target"][0] < 50
     assert find_packed(config, tmp_path / "jobs") == folder
     assert count_samples(config, tmp_path / "jobs") == 30
+    numbers = "".join(f"{1 + i % 9}.{100 + i},{i}\n" for i in range(30))
+    file.write_text("size,target\n" + numbers)  # thousands, if commas did not separate the columns
+    read = read_index(Path(prepare_data(configure(), tmp_path / "jobs").data.path)).artifacts
+    assert 1 < json.loads(read["scaling"])["numbers"]["size"][0] < 9
+    file.write_text("size;target\n" + numbers.replace(",", ";"))
+    with pytest.raises(UserError, match=r"'1\.100' could be 1\.1 or 1100, and no other number tells"):
+        prepare_data(configure(), tmp_path / "jobs")
 
 
 SCORE, LIST = 'compute_class_metrics(rows["logits"]', "files = list_labelled_files(raw, IMAGES)"

@@ -76,8 +76,11 @@ class AmountReader:
             self._first_by_reading.setdefault(reading, (line, text))
         return comma if self.decimal_mark == "comma" else point
 
-    def refuse_doubt(self) -> None:
+    def refuse_doubt(self, *, points: bool = False) -> None:
         """Check what was read so far.
+
+        Args:
+            points: a point that could separate thousands separates decimals, since commas separate the columns.
 
         Raises:
             UserError: prices have several currencies; or no mark is stated, and a number has a decimal comma, or all
@@ -95,7 +98,7 @@ class AmountReader:
             usual = "packing.decimal_mark=comma. It is usual where semicolons separate the columns"
             remedy = "Write all numbers alike" if other else f"State it: {usual}"
             raise UserError(f"{self.file}, line {line}: '{cell}' has a decimal comma{contrast}. {remedy}.")
-        if "either" in self._first_by_reading and "point" not in self._first_by_reading:
+        if not points and "either" in self._first_by_reading and "point" not in self._first_by_reading:
             line, text = self._first_by_reading["either"]
             point, comma = _parse(text), _parse(text.translate(_SWAP))
             raise UserError(

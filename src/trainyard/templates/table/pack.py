@@ -203,7 +203,8 @@ def _refuse_doubt(file: Path, rows: Mapping[int, Row], rule: PackingSettings) ->
         if name not in texts and len(numbers) > _MOSTLY * len(cells):
             for line, cell in cells.items():
                 amounts.read_number(cell, line=line)
-    amounts.refuse_doubt()
+    header = foreign.read_text(file).lstrip().partition("\n")[0]
+    amounts.refuse_doubt(points=0 < header.count(",") >= len(next(iter(rows.values()))) - 1)
 
 
 def _check_options(raw: Path, rows: Mapping[str, Row], rule: PackingSettings) -> None:
