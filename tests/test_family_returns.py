@@ -278,6 +278,11 @@ MISTAKES = {
         f"{LOAD}: 'x' is Ragged",
     ),
     "an array has objects": (LOADED, LOADED.replace("np.float32", "object"), f"{LOAD}: 'x' is .*object"),
+    "a second image would be in no batch": (
+        LOADED,
+        LOADED.replace("number % 2", "b'PNG'"),
+        f"{LOAD}: 'y' is bytes of an image",
+    ),
     "a sample lacks a record": (LOADED, f"{LATE}return {{'y': 1}}\n    {LOADED}", f"{LOAD} returned y"),
     "a record has a reserved name": (LOADED, LOADED.replace('"y"', '"sample_id"'), f"{LOAD}.*'sample_id' .*reserved"),
     "load draws from Python's state": (LOADED, f"random.random()\n    {LOADED}", f"{LOAD} .*Python's random"),

@@ -240,6 +240,11 @@ def _check_loaded(sample: Sample, loaded: Any, first: Loaded) -> None:
     for name, value in {**sample.columns, **loaded}.items():
         if name in _RESERVED:
             raise UserError(f"{where}: '{name}' is reserved: a batch has it already. Choose another name.")
+        if isinstance(value, bytes) and name != IMAGE:
+            raise UserError(
+                f"{where}: '{name}' is bytes of an image, and only '{IMAGE}' is decoded: it would be in no batch. Pack "
+                "its pixels as an array."
+            )
         if not (form := _describe_form(value)):
             found = describe_value(value) if isinstance(value, np.ndarray) else type(value).__name__
             raise UserError(
