@@ -135,8 +135,8 @@ def test_the_folders_that_packing_and_pricing_propose_are_taken(name: str, tmp_p
         build_encoder(folder, vocabulary=9, dropout=0.0)
     assert type_options(caught, PricingConfig(), after="tokenizer: ").packing.tokenizer == name
     with pytest.raises(UserError) as caught:
-        pack_raw(PricingConfig(family="pricing"), folder / "file", None, JOBS)
-    assert type_options(caught, PricingConfig(), after="it is in: ", before=", or make run").data.path == name
+        pack_raw(FingerprintConfig(family="fingerprint"), folder / "file", None, JOBS)
+    assert type_options(caught, FingerprintConfig(), after="it is in: ", before=", or make run").data.path == name
 
 
 @pytest.mark.parametrize("name", ["-" + "".join(NAMES), '"x"'])  # two, because packing takes seconds

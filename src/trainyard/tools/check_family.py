@@ -278,9 +278,10 @@ def check_resume(family: Family) -> None:
 
 
 def _compare_runs(jobs_dir: Path, scratch: Path, family: str, answer: "SimpleQueue[str]") -> None:
-    with Path(os.devnull).open("w") as nowhere:  # what three runs log
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(nowhere.fileno(), stream.fileno())
+    nowhere = os.open(os.devnull, os.O_WRONLY)  # for what three runs log
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
     try:
         compare_runs(f"{family}_smoke", [f"data.cache={scratch / 'data'}"], jobs_dir, scratch / "runs")
     except (RunsDiffer, UserError) as error:
