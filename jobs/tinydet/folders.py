@@ -167,7 +167,7 @@ def _is_labelme(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             return re.search(rb'"(shapes|imageData|imageHeight|imagePath)"\s*:', file.read(1 << 16)) is not None
-    except OSError:  # whoever reads it says so
+    except OSError:  # the reader of the annotations reports it
         return False
 
 

@@ -59,7 +59,7 @@ class AnnotationFile:
 
 @dataclass(frozen=True)
 class PairedFolder:
-    """The images of a set, each with an annotation file of its own."""
+    """Pairs each image of a set with its annotation file."""
 
     kind: str  # one of `folders.SUFFIXES`
     raw: Path
