@@ -57,7 +57,7 @@ def test_training_and_prediction_open_no_connection_and_every_id_gets_one_positi
         predict(
             run,
             write_catalogue(tmp_path, [["1", "a"], ["1", "b"]], header="sample_id,catalog_content"),
-            tmp_path / "o",
+            tmp_path / "other.csv",
             JOBS,
         )
 
