@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -202,3 +204,17 @@ def test_an_error_of_the_disk_is_one_sentence_with_the_file_and_no_size(tmp_path
     assert "needs" not in str(raised.value)
     with pytest.raises(OSError, match="Input/output"), report_full_disk(tmp_path):
         raise OSError(errno.EIO, os.strerror(errno.EIO))  # of a terminal
+
+
+def test_no_folder_for_temporary_files_is_one_sentence_with_what_to_type():
+    code = (
+        "import resource, tempfile; from pathlib import Path; from trainyard.errors import UserError\n"
+        "from trainyard.files import report_full_disk\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no folder keeps a byte\n"
+        "try:\n"
+        "    with report_full_disk(Path('/')): tempfile.TemporaryDirectory()\n"
+        "except UserError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("No folder for temporary files can be written to: ['")
+    assert "export TMPDIR=FOLDER" in done.stdout

@@ -351,6 +351,7 @@ def report_full_disk(folder: Path) -> Iterator[None]:
     Raises:
         DiskFull: it is full or read-only.
         DiskError: it failed.
+        UserError: there is no folder for temporary files.
     """
     before, threading.excepthook = threading.excepthook, _print_thread_error
     try:
@@ -361,6 +362,11 @@ def report_full_disk(folder: Path) -> Iterator[None]:
         broken = _find_failed(error, DISK_FAILED)
         if broken is not None and broken.filename is not None:  # else of a terminal or a pipe
             raise DiskError(_describe_failed_disk(broken)) from error
+        if _lacks_temporary_folder(error):
+            raise UserError(
+                f"No folder for temporary files can be written to: {str(error).partition(' in ')[2]}. Name one: "
+                "export TMPDIR=FOLDER. In a container that is read-only: docker run --tmpfs /tmp:exec ..."
+            ) from error
         failed = _find_full_disk(error)
         if failed is None:
             raise
@@ -368,6 +374,11 @@ def report_full_disk(folder: Path) -> Iterator[None]:
         raise DiskFull(message) from error
     finally:
         threading.excepthook = before
+
+
+def _lacks_temporary_folder(error: Exception) -> bool:
+    """Tell whether an exception is what `tempfile` raises where no folder can be written to."""
+    return isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error)
 
 
 def _print_thread_error(error: threading.ExceptHookArgs) -> None:
@@ -576,6 +587,11 @@ def limit_writers() -> Iterator[None]:
         os.umask(before)
 
 
+def let_group_read() -> None:
+    """Create files that the group may read, whatever the umask: of this process and what it starts, Slurm jobs too."""
+    os.umask(os.umask(0o077) & ~0o050)
+
+
 def name_user(uid: int) -> str:
     """Return how a user is called in messages: "ann (uid 1000)"."""
     try:
@@ -642,7 +658,8 @@ def share_folder(folder: Path, group: str, *, sticky: bool = True) -> None:
             f"{folder}: cannot be given to group '{group}', which the cluster file names: there is no such group here, "
             "or you are not in it. List your groups: id -Gn. Correct `group` in the cluster file, or leave it out."
         ) from None
-    folder.chmod(0o2775 | (stat.S_ISVTX if sticky else 0))
+    others = stat.S_IMODE(folder.stat().st_mode) & 0o005
+    folder.chmod(0o2770 | others | (stat.S_ISVTX if sticky else 0))
 
 
 def name_guard(path: Path) -> Path:

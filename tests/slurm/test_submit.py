@@ -1,5 +1,6 @@
 """Submitting to a real Slurm: quickly, with any names that users choose, and with one message per mistake."""
 
+import grp
 import os
 import re
 import shlex
@@ -407,3 +408,19 @@ def test_both_lines_that_a_job_without_data_is_refused_with_can_be_typed(lab, tm
 def read_choice(run: Path, name: str) -> str:
     """Return what a run's env.json says was chosen."""
     return str(read_env(run)["choices"][name]["value"])
+
+
+def test_members_of_the_group_can_read_a_run_whatever_the_umask(lab, lab_file, start):
+    content = yaml.safe_load(lab_file.read_text()) | {"group": grp.getgrgid(os.getegid()).gr_name}
+    lab_file.write_text(yaml.safe_dump(content, sort_keys=False))
+    before = os.umask(0o077)
+    try:
+        run = start("read", "max_duration=2st", "--hw", "a5000", cluster=lab_file)
+    finally:
+        os.umask(before)
+    wait_for_end(lab, run)
+    assert read_ends(run) == [(0, "done", "stop")]
+    made = {path.relative_to(run).as_posix(): path.stat() for path in run.rglob("*") if not path.is_symlink()}
+    unreadable = [name for name, found in made.items() if not found.st_mode & 0o040]
+    assert all(name == "code.diff" or name.endswith("_submission.sh") for name in unreadable), unreadable
+    assert not run.stat().st_mode & 0o007

@@ -18,6 +18,7 @@ from trainyard.cluster.limits import count_demand, describe_exceeded, find_excee
 from trainyard.cluster.options import OPTIONS, read_options
 from trainyard.config.families import Root
 from trainyard.errors import UserError
+from trainyard.files import let_group_read
 from trainyard.plan.packing import PACKS
 from trainyard.plan.resources import Plan, ResourceRequest, RunRequest
 from trainyard.runs import status, trust
@@ -44,7 +45,7 @@ def add_plan_option(verb: argparse.ArgumentParser) -> None:
 
 
 def find_cluster(wanted: str, *, job: str = "", dry: bool = False) -> clusters.Cluster:
-    """Return the requested cluster.
+    """Return the requested cluster; if it has a group, its members may read what this process creates.
 
     Args:
         job: which a person may run without Slurm; "": none.
@@ -61,7 +62,11 @@ def find_cluster(wanted: str, *, job: str = "", dry: bool = False) -> clusters.C
         raise UserError(
             " ".join([absent, *([instead] if job else []), "To see only the batch script: --dry --cluster NAME."])
         )
-    return clusters.find_cluster(wanted, find_project_folder("slurm"), None if absent else slurm.query_cluster_name())
+    name = None if absent else slurm.query_cluster_name()
+    cluster = clusters.find_cluster(wanted, find_project_folder("slurm"), name)
+    if cluster.group:
+        let_group_read()
+    return cluster
 
 
 def read_request(args: argparse.Namespace) -> RunRequest:

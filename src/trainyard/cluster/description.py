@@ -106,7 +106,7 @@ class Cluster:
     python: str = ""
     container: Container = field(default_factory=Container)
     scratch: str = ""
-    group: str = ""  # whose members may write into run folders; "": only their owners
+    group: str = ""  # whose members may read run folders, and add files; "": their owners, and readers by umask
     attempts: Attempts = field(default_factory=Attempts)
     data: dict[str, str] = field(default_factory=dict)  # by job or family: an absolute path, or SYNTHETIC
 
