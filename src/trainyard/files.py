@@ -122,6 +122,9 @@ def replace(source: Path | str, target: Path | str, *, folder: int | None = None
             raise
 
 
+WRITERS = 16
+"""Threads that write the small files of many runs: each write waits milliseconds for the disk, longer over NFS."""
+
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -450,9 +453,9 @@ def find_existing(path: Path) -> Path:
     return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 
 
-def write_json(path: Path, value: Any, *, inside: bool = False) -> None:
+def write_json(path: Path, value: Any, *, durable: bool = True, inside: bool = False) -> None:
     """Write or replace the file `path` with readable JSON, as `write_atomically` does."""
-    write_atomically(path, json.dumps(value, indent=2) + "\n", inside=inside)
+    write_atomically(path, json.dumps(value, indent=2) + "\n", durable=durable, inside=inside)
 
 
 def open_file(path: Path) -> BufferedReader:

@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from trainyard.cluster.variables import describe_passed, drop_launchers, replace
 from trainyard.environment import name_chosen_gpus
 from trainyard.errors import UserError
 from trainyard.files import (
+    WRITERS,
     AppendedFile,
     copy_folder,
     limit_writers,
@@ -242,8 +244,13 @@ def submit(
     name = plan.cluster.slurm_name or slurm.query_cluster_name()
     follows = str(after.run) if after is not None and after.job else ""
     before = {"packing": packed_by, "packing_run": str(packing_run or ""), "after": follows}
-    for run, job in zip(runs, jobs, strict=True):
+
+    def record(run: Path, job: str) -> None:
         _record_submission(run, job, plan, name, folder=folder, code=code, before=before)
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        for _ in pool.map(record, runs, jobs):
+            pass
     return jobs
 
 

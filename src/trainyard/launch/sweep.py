@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -18,8 +19,8 @@ from trainyard.cluster import query as slurm
 from trainyard.config.compose import compose_each
 from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
-from trainyard.files import create_common_folder, limit_writers, write_atomically
-from trainyard.runs.create import Origin, create_run
+from trainyard.files import WRITERS, create_common_folder, limit_writers, write_atomically
+from trainyard.runs.create import Origin, write_run
 from trainyard.runs.folder import check_name, find_free_name
 from trainyard.runs.sweep_file import FILE, FOLDER, Element, Sweep, encode_sweep
 
@@ -170,14 +171,23 @@ def create_runs(
 ) -> None:
     """Create the runs of some elements of a sweep; after an error there is none of them."""
     origin, made = Origin.collect(environ), []
+    create_common_folder(elements[0].run.parent, group=group)
+
+    def create(element: Element, run: NewRun) -> None:
+        root, name = element.run.parents[1], element.run.name
+        made.append(write_run(root, run.config, name=name, origin=origin, chosen=run.chosen, group=group))
+
+    pool = ThreadPoolExecutor(WRITERS)
     try:
-        for element, run in show_progress(zip(elements, new, strict=True), "creating", total=len(new)):
-            root, name = element.run.parents[1], element.run.name
-            made.append(create_run(root, run.config, name=name, origin=origin, chosen=run.chosen, group=group))
+        with limit_writers():
+            for _ in show_progress(pool.map(create, elements, new), "creating", total=len(new)):
+                pass
     except BaseException:
+        pool.shutdown(cancel_futures=True)
         for created in made:
             shutil.rmtree(created)
         raise
+    pool.shutdown()
 
 
 def choose_array_size(count: int, *, packs: bool = False, user: str, account: str, qos: str) -> int:

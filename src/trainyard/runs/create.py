@@ -67,22 +67,40 @@ def create_run(
     """
     check_name(name, of="run")
     origin = origin or Origin.collect()
-    checkout, created = origin.checkout, datetime.now(UTC).isoformat(timespec="microseconds")
     for folder in (root, root / config.job):
         create_common_folder(folder, group=group)
+    with limit_writers():
+        return write_run(root, config, name=name, origin=origin, chosen=chosen, group=group)
+
+
+def write_run(
+    root: Path,
+    config: TrainConfig,
+    *,
+    name: str | None,
+    origin: Origin,
+    chosen: Mapping[str, Mapping[str, Any]] | None,
+    group: str,
+) -> Path:
+    """Create the folder of a run as `create_run` does, in `<root>/<job>`, which exists.
+
+    For several threads at once, most of whose time is waiting for the disk. The umask, which they share, is
+    `limit_writers`'.
+    """
     temporary = root / config.job / f".new-{secrets.token_hex(8)}"
-    with limit_writers(), name_full_disk(temporary.parent):
+    created = datetime.now(UTC).isoformat(timespec="microseconds")
+    with name_full_disk(temporary.parent):
         temporary.mkdir()
         try:
             freeze(config, temporary / CONFIG)
-            write_env(temporary, {**origin.environment, "created": created, **(chosen or {})})
+            write_env(temporary, {**origin.environment, "created": created, **(chosen or {})}, durable=False)
             if origin.diff:
-                _write_diff(temporary / DIFF, origin.diff, masked=checkout.get("masked", []))
+                _write_diff(temporary / DIFF, origin.diff, masked=origin.checkout.get("masked", []))
             if group:
                 (temporary / "checkpoints").mkdir()
                 share_folder(temporary / "checkpoints", group, sticky=False)
                 share_folder(temporary, group)
-            default = f"{datetime.now():%Y%m%d-%H%M%S}-{(checkout['commit'] or 'nogit')[:7]}"
+            default = f"{datetime.now():%Y%m%d-%H%M%S}-{(origin.checkout['commit'] or 'nogit')[:7]}"
             return _move_into_place(temporary, name, default=default)
         except BaseException:
             shutil.rmtree(temporary)

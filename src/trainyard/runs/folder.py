@@ -66,10 +66,14 @@ def record_choices(run: Path, choices: Mapping[str, Choice[Any]]) -> None:
     update_env(run, "choices", {name: choice._asdict() for name, choice in choices.items()})
 
 
-def write_env(run: Path, record: Mapping[str, Any]) -> None:
-    """Write env.json with the number of the run's format and a digest of its content."""
+def write_env(run: Path, record: Mapping[str, Any], *, durable: bool = True) -> None:
+    """Write env.json with the number of the run's format and a digest of its content.
+
+    Args:
+        durable: as of `files.open_atomically`; off in a folder that `files.rename` flushes.
+    """
     fields = json.loads(json.dumps({"format": FORMATS[RUN], **record}))  # what a reader gets: string keys, no tuples
-    write_json(run / ENV_FILE, {**fields, ENV_DIGEST: hash_fields(fields)})
+    write_json(run / ENV_FILE, {**fields, ENV_DIGEST: hash_fields(fields)}, durable=durable)
 
 
 def read_env(run: Path, *, checked: bool = True) -> dict[str, Any]:
