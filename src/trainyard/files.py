@@ -122,8 +122,8 @@ def replace(source: Path | str, target: Path | str, *, folder: int | None = None
             raise
 
 
-WRITERS = 16
-"""Threads that write the small files of many runs: each write waits milliseconds for the disk, longer over NFS."""
+DISK_THREADS = 16
+"""Threads that ask for small files of many runs: each waits milliseconds for a shared file system."""
 
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 

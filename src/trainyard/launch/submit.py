@@ -27,7 +27,7 @@ from trainyard.cluster.variables import describe_passed, drop_launchers, replace
 from trainyard.environment import name_chosen_gpus
 from trainyard.errors import UserError
 from trainyard.files import (
-    WRITERS,
+    DISK_THREADS,
     AppendedFile,
     copy_folder,
     limit_writers,
@@ -248,7 +248,7 @@ def submit(
     def record(run: Path, job: str) -> None:
         _record_submission(run, job, plan, name, folder=folder, code=code, before=before)
 
-    with ThreadPoolExecutor(WRITERS) as pool:
+    with ThreadPoolExecutor(DISK_THREADS) as pool:
         for _ in pool.map(record, runs, jobs):
             pass
     return jobs

@@ -19,7 +19,7 @@ from trainyard.cluster import query as slurm
 from trainyard.config.compose import compose_each
 from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
-from trainyard.files import WRITERS, create_common_folder, limit_writers, write_atomically
+from trainyard.files import DISK_THREADS, create_common_folder, limit_writers, write_atomically
 from trainyard.runs.create import Origin, write_run
 from trainyard.runs.folder import check_name, find_free_name
 from trainyard.runs.sweep_file import FILE, FOLDER, Element, Sweep, encode_sweep
@@ -177,7 +177,7 @@ def create_runs(
         root, name = element.run.parents[1], element.run.name
         made.append(write_run(root, run.config, name=name, origin=origin, chosen=run.chosen, group=group))
 
-    pool = ThreadPoolExecutor(WRITERS)
+    pool = ThreadPoolExecutor(DISK_THREADS)
     try:
         with limit_writers():
             for _ in show_progress(pool.map(create, elements, new), "creating", total=len(new)):

@@ -12,6 +12,7 @@ import socket
 import time
 import traceback
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from trainyard.errors import (
     Vanished,
     is_out_of_memory,
 )
-from trainyard.files import FORMATS, RUN, check_format, load_json, write_json
+from trainyard.files import DISK_THREADS, FORMATS, RUN, check_format, load_json, write_json
 from trainyard.masking import mask_text
 from trainyard.runs.manifest import hash_fields
 from trainyard.runs.state import Cause
@@ -322,14 +323,18 @@ def estimate_creation_time(run: Path) -> str:
 
 def _list_change_times(root: Path) -> dict[Path, str]:
     """Return when the options of each run were last written. Asks the file system once for each run."""
-    found = {}
+    runs: list[Path] = []
     for job in root.iterdir() if root.is_dir() else ():
         with contextlib.suppress(NotADirectoryError, PermissionError):  # another user's: not among this user's runs
-            for run in job.iterdir():
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-                    if not run.name.startswith("."):
-                        found[run] = _read_change_time(run / CONFIG)
-    return found
+            runs += (run for run in job.iterdir() if not run.name.startswith("."))
+
+    def read(run: Path) -> str:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            return _read_change_time(run / CONFIG)
+        return ""
+
+    with ThreadPoolExecutor(DISK_THREADS) as pool:
+        return {run: changed for run, changed in zip(runs, pool.map(read, runs), strict=True) if changed}
 
 
 def _read_change_time(path: Path) -> str:
