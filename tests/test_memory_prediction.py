@@ -350,7 +350,7 @@ def test_submit_refuses_a_stored_misfit_and_its_line_fits(environ, capsys):
     line = shlex.split(str(caught.value).partition("fits: ")[2])
     assert line == ["trainyard", "submit", "pricing", "micro_batch_size=4", "global_batch_size=64", "--hw", "2080ti"]
     assert main([*line[1:], "--dry", "--cluster", str(CLUSTER)]) == 0
-    assert "64 = 4 x 16 micro-batches x 1 ranks" in capsys.readouterr().out
+    assert "64 = 4 x 16 micro-batches x 1 rank" in capsys.readouterr().out
     value, reason = check_memory(*request_memory("micro_batch_size=4")) or ("", "")
     assert value == "5.50 GiB" and "never observed on this card" in reason and ": fits;" in reason
 

@@ -234,7 +234,7 @@ def test_a_batch_for_which_the_host_has_no_memory_is_refused_before_it_is_alloca
     with pytest.raises(UserError) as caught:
         train(run)
     said = str(caught.value)
-    assert said.startswith("micro_batch_size=100000000000: the loader's buffers of 1 ranks on this host would take ")
+    assert said.startswith("micro_batch_size=100000000000: the loader's buffers of 1 rank on this host would take ")
     assert " GiB, and " in said and " available (" in said
     assert "The training set has 60 samples, fewer than global_batch_size=100000000000." in said
     assert "Start again with a smaller one: trainyard run stripes micro_batch_size=" in said
@@ -251,7 +251,7 @@ def test_a_step_for_which_the_host_has_no_memory_is_refused_before_it_is_taken(t
     with pytest.raises(UserError) as caught:
         train(run)
     said = str(caught.value)
-    assert said.startswith(f"micro_batch_size={size}: the loader's buffers and the activations of a step of 1 ranks")
+    assert said.startswith(f"micro_batch_size={size}: the loader's buffers and the activations of a step of 1 rank")
     assert "Start again with a smaller one: trainyard run stripes micro_batch_size=" in said
 
 

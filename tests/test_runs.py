@@ -420,6 +420,14 @@ def test_the_latest_run_is_the_newest_one_whatever_its_name(runs: Path):
     assert find_latest_run(runs, "tiny") == runs / "tiny" / "0"
 
 
+def test_what_needs_weights_passes_over_a_newer_run_that_failed_before_its_first_checkpoint(runs: Path):
+    assert resolve_run("tiny", runs, trained=True) == runs / "tiny" / "a2", "none has weights"
+    (runs / "tiny" / "a1" / "checkpoints").mkdir()
+    (runs / "tiny" / "a1" / "checkpoints" / "step-000000004.ckpt").touch()
+    assert resolve_run("tiny", runs, trained=True) == runs / "tiny" / "a1"
+    assert resolve_run("tiny", runs) == runs / "tiny" / "a2"
+
+
 def test_the_error_for_a_job_without_runs_lists_jobs_that_have_some(runs: Path, tmp_path: Path):
     with pytest.raises(UserError) as caught:
         find_latest_run(runs, "tinny")

@@ -93,7 +93,7 @@ def load_model(run: "str | Path | Run", *, jobs: str | Path | None = None, runs:
     from trainyard.runs.trust import require_trust
     from trainyard.tools import trained_model
 
-    path = run.path if isinstance(run, Run) else Run(run, runs=runs).path
+    path = run.path if isinstance(run, Run) else resolve_run(str(run), Path(runs), trained=True).absolute()
     folder, is_named = (Path(jobs), False) if jobs is not None else find_families(path)
     require_trust(
         [path],

@@ -30,6 +30,12 @@ def format_size(count_bytes: int) -> str:
     return f"{count_bytes / 2**30:.3f} GiB" if count_bytes >= 2**20 else f"{-(-count_bytes // 2**10)} KiB"
 
 
+def count_nouns(number: int, noun: str) -> str:
+    """Return "1 rank" or "3 ranks" for the noun "rank"."""
+    plural = f"{noun}es" if noun.endswith(("ch", "s")) else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def align_columns(rows: Sequence[Sequence[str]], *, indent: str = "", width: int | None = None) -> list[str]:
     """Format rows of cells as lines with aligned columns, separated by two spaces.
 

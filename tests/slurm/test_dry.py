@@ -70,12 +70,12 @@ def test_every_golden_text_is_compared():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpus", "split"),
-    [(1, "64 x 8 micro-batches x 1"), (4, "64 x 2 micro-batches x 4"), (8, "64 x 1 micro-batches x 8")],
+    [(1, "64 x 8 micro-batches x 1 rank"), (4, "64 x 2 micro-batches x 4 ranks"), (8, "64 x 1 micro-batch x 8 ranks")],
 )
 def test_the_global_batch_is_the_same_for_every_card_and_number_of_gpus(gpus, split, capsys):
     for hw in ("p100", "2080ti", "a5000", "a100"):
         assert main(make_arguments("--hw", hw, "--gpus", str(gpus))) == 0
-        assert f"512 = {split} ranks\n" in capsys.readouterr().out
+        assert f"512 = {split}\n" in capsys.readouterr().out
 
 
 def run_make(*words: str) -> subprocess.CompletedProcess[str]:

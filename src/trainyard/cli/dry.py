@@ -25,6 +25,7 @@ from trainyard.runs.folder import check_name
 from trainyard.runs.manifest import list_checkpoints
 from trainyard.runs.sweep_file import FOLDER
 from trainyard.terminal import say
+from trainyard.text import count_nouns
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,7 +57,7 @@ def print_run(run: Path, config: TrainConfig, jobs_dir: Path, *, ranks: int, mem
         "options": " ".join(options) or "as in the preset",
         "data": data,
         "length": _describe_length(config.max_duration, steps_per_epoch),
-        "batch": f"{config.global_batch_size} samples a step, over {ranks} rank{'s' * (ranks > 1)} of this machine",
+        "batch": f"{config.global_batch_size} samples a step, over {count_nouns(ranks, 'rank')} of this machine",
         **describe_rows(memory=memory),
         "begins": f"at step {saved.step}, from {saved.path.name}" if saved else "at step 0",
         "folder": str(run),

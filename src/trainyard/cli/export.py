@@ -22,7 +22,7 @@ def add_commands(verbs: Verbs) -> None:
     """Add the command."""
     doc = "write a run's weights, or its network with its preprocessing, to one file for other programs"
     verb = add_verb(verbs, "export", _export, doc)
-    verb.add_argument("run", help="its folder, or a job for that job's newest run")
+    verb.add_argument("run", help="its folder, or a job for that job's newest run with weights")
     verb.add_argument("out", type=Path, nargs="?", help="file to write; default: the job's name, here")
     verb.add_argument(
         "--format",
@@ -43,7 +43,7 @@ def add_commands(verbs: Verbs) -> None:
 def _export(args: argparse.Namespace) -> int:
     from trainyard.tools.export import export_program, export_weights
 
-    run = runs.resolve_run(args.run, args.runs)
+    run = runs.resolve_run(args.run, args.runs, trained=True)
     recall_families(run, args)
     suffix = SUFFIXES[args.format]
     out: Path = args.out or Path(run.resolve().parent.name + suffix)

@@ -41,7 +41,7 @@ from trainyard.runs.create import Origin, create_run
 from trainyard.runs.history import read_run
 from trainyard.runs.submission import read_submission
 from trainyard.terminal import say
-from trainyard.text import quote_path
+from trainyard.text import count_nouns, quote_path
 from trainyard.train.trackers import require_trackers
 
 
@@ -198,7 +198,7 @@ def _submit_locally(request: RunRequest, *, cpu_ranks: int) -> int:
         shutil.rmtree(run)
         raise
     say("\n".join(f"{name:<11} {value}" for name, value in describe_rows(memory=memory).items()))
-    _print_submitted(f"process {job} on this machine, {ranks} rank{'s' * (ranks > 1)}", run)
+    _print_submitted(f"process {job} on this machine, {count_nouns(ranks, 'rank')}", run)
     return 0
 
 

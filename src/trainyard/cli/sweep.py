@@ -49,6 +49,7 @@ from trainyard.runs.history import read_run
 from trainyard.runs.state import State
 from trainyard.runs.submission import read_submission
 from trainyard.terminal import say
+from trainyard.text import count_nouns
 
 
 def add_commands(verbs: Verbs) -> None:
@@ -264,7 +265,8 @@ def _print_sweep(sweep: sweep_file.Sweep, submitted: Sequence[sweep_file.Element
     first = jobs[0].partition("_")[0]
     *packing, _ = read_run(submitted[0].run).slurm_job_ids
     before = "".join(f"packing as Slurm job {job}, then " for job in packing)
-    say(f"\nsubmitted  {before}{len(jobs)} runs as Slurm job {first}\nnext       trainyard status {sweep.name}")
+    say(f"\nsubmitted  {before}{count_nouns(len(jobs), 'run')} as Slurm job {first}")
+    say(f"next       trainyard status {sweep.name}")
     say(f"           trainyard results {sweep.name}    trainyard sweep --continue {sweep.name}")
 
 

@@ -72,14 +72,14 @@ def _add_use_verb(
     verbs: Verbs, name: str, command: Callable[[argparse.Namespace], int], doc: str
 ) -> argparse.ArgumentParser:
     verb = add_verb(verbs, name, command, doc)
-    verb.add_argument("run", help="its folder, or a job for that job's newest run")
+    verb.add_argument("run", help="its folder, or a job for that job's newest run with weights")
     add_trust_option(verb)
     return verb
 
 
 def _find_run(args: argparse.Namespace) -> Path:
     """Return the run's folder, after choosing its families, and checking those that it names or contains."""
-    run = runs.resolve_run(args.run, args.runs)
+    run = runs.resolve_run(args.run, args.runs, trained=True)
     recall_families(run, args)
     return run
 

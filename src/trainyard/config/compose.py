@@ -280,7 +280,7 @@ def _override_tree(tree: DictConfig, overrides: Sequence[str], declared: "Mappin
         if name in _SET_BY_PRESET:
             raise ConfigError(f"{override}: '{name}' is set by the preset. Choose another job instead.")
         if name not in declared:
-            raise ConfigError(f"{override}: {_describe_unknown(name, list(declared))}")
+            raise ConfigError(f"{override}: {_describe_unknown(name, tree, declared, value=text)}")
         _set(tree, name, text, declared[name])
 
 
@@ -375,23 +375,48 @@ def _walk_declarations(tree: DictConfig, prefix: str = "") -> Iterator[tuple[str
             yield prefix + f.name, _Declaration(hints[f.name], f.metadata)
 
 
-def _describe_unknown(name: str, known: list[str]) -> str:
-    """Say that an option does not exist, which one is nearest, and which ones its level has."""
+_ELSEWHERE = {
+    **dict.fromkeys(("epochs", "num_epochs", "max_epochs"), "max_duration={}ep"),
+    **dict.fromkeys(("steps", "num_steps", "max_steps", "iterations"), "max_duration={}st"),
+    **dict.fromkeys(("batch_size", "batch", "bs"), "global_batch_size={}"),
+    **dict.fromkeys(("learning_rate", "base_lr", "max_lr"), "optimizer.lr={}"),
+    **dict.fromkeys(("wd", "decay"), "optimizer.weight_decay={}"),
+    **dict.fromkeys(("momentum", "betas"), "optimizer.beta1={}"),
+    **dict.fromkeys(("grad_clip", "max_grad_norm", "gradient_clip_val"), "clip_grad_norm={}"),
+    **dict.fromkeys(("dtype", "amp"), "precision={}"),
+    "warmup_steps": "schedule.warmup={}st",
+    "warmup_epochs": "schedule.warmup={}ep",
+}
+"""What other tools call an option, and the option here with the value that was typed."""
+
+_SHORT_GROUP = 12
+"""Options of a group that an error lists; of a larger group it names the command that lists them."""
+
+
+def _describe_unknown(name: str, tree: DictConfig, known: Iterable[str], *, value: str = "") -> str:
+    """Say that an option does not exist, which are nearest, and which its group has."""
     below = [option for option in known if option.startswith(f"{name}.")]
     if below:
         return f"'{name}' is a group of options. Set one of: {', '.join(below)}."
-    same_leaf = [option for option in known if option.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = find_nearest(name, same_leaf or known, always=bool(same_leaf))
-    hint = f" Nearest: {near[0]}." if near else ""
-    level = name
-    siblings: list[str] = []
-    while not siblings:
-        level = level.rpartition(".")[0]
-        siblings = _list_group(level, known)
-    return f"there is no option '{name}'.{hint} Valid {f'in {level}' if level else 'here'}: {', '.join(siblings)}."
+    group, _, leaf = name.rpartition(".")
+    while not (siblings := _list_group(group, known)):
+        group = group.rpartition(".")[0]
+    if same_leaf := [option for option in known if option.rpartition(".")[2] == leaf]:
+        near = find_nearest(name, same_leaf, most=3, always=True)
+    elif leaf in _ELSEWHERE:
+        near = [_ELSEWHERE[leaf].format(value or "...")]
+    elif group and name == f"{group}.{leaf}":
+        near = [f"{group}.{option}" for option in find_nearest(leaf, siblings, most=3)]
+    else:
+        near = find_nearest(name, known, most=3)
+    hint = f" Nearest: {', '.join(near)}." if near else ""
+    valid = f"Valid in {group}: {', '.join(siblings)}"
+    if not group or len(siblings) > _SHORT_GROUP:
+        valid = f"All: trainyard options {OmegaConf.select(tree, 'job') or 'JOB'}"
+    return f"there is no option '{name}'.{hint} {valid}."
 
 
-def _list_group(group: str, known: list[str]) -> list[str]:
+def _list_group(group: str, known: Iterable[str]) -> list[str]:
     """Return the names directly below a group ("" is the top level), without duplicates."""
     prefix = f"{group}." if group else ""
     return list(dict.fromkeys(name[len(prefix) :].partition(".")[0] for name in known if name.startswith(prefix)))
@@ -423,7 +448,7 @@ def _describe_error(error: OmegaConfBaseException, tree: DictConfig) -> str:
     name = error.full_key or ""
     declared = dict(_walk_declarations(tree))
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and name not in declared:
-        return _describe_unknown(name, list(declared))
+        return _describe_unknown(name, tree, declared)
     if isinstance(error, MissingMandatoryValue):
         return f"'{name}' must be given: {name}=<value>."
     if isinstance(error, InterpolationResolutionError):

@@ -57,7 +57,7 @@ from trainyard.runs.history import ATTEMPTS
 from trainyard.runs.lock import release
 from trainyard.runs.state import render_exit_codes
 from trainyard.runs.status import Status
-from trainyard.text import join_names, quote_path
+from trainyard.text import count_nouns, join_names, quote_path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CODE_LIMIT_MIB = 64
@@ -86,9 +86,8 @@ def describe(plan: Plan, run: Path | None, *, environ: Mapping[str, str], **note
     policy = plan.precision
     switches = [policy.dtype, *(["TF32"] * policy.tf32), "channels_last" if policy.channels_last else "NCHW"]
     split = plan.split
-    batch = (
-        f"{split.global_batch} = {split.micro_batch} x {split.accumulation_steps} micro-batches x {split.ranks} ranks"
-    )
+    micro_batches = count_nouns(split.accumulation_steps, "micro-batch")
+    batch = f"{split.global_batch} = {split.micro_batch} x {micro_batches} x {count_nouns(split.ranks, 'rank')}"
     unused = sorted(name for name in environ if name.startswith("SBATCH_"))
     cores, memory = plan.kind.cores_per_gpu, plan.options.get("mem", "Slurm's default memory").replace("GB", " GiB")
     stated = ", ".join(f"{name} {value}" for name, value in plan.stated.items())
@@ -98,7 +97,7 @@ def describe(plan: Plan, run: Path | None, *, environ: Mapping[str, str], **note
         "batch": batch if split.is_even else f"{batch}, the last ones smaller",
         "micro-batch": f"{split.micro_batch}  ({plan.why_micro_batch})",
         "precision": f"{', '.join(switches)}  ({policy.reasons['dtype']})",
-        "per node": f"{plan.ranks_per_node} ranks, {cores} cores each, {memory}",
+        "per node": f"{count_nouns(plan.ranks_per_node, 'rank')}, {count_nouns(cores, 'core')} each, {memory}",
         "time": f"{format_minutes(plan.time_min)}, warned {plan.signal_s} s before the end  ({plan.why_time})",
         "restarts": restarts,
         **({"options": f"{stated}  (requested)"} if stated else {}),

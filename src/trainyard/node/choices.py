@@ -33,6 +33,7 @@ from trainyard.runs.history import read_object
 from trainyard.runs.lock import RunLock
 from trainyard.runs.observations import learn_from_errors, read_limit
 from trainyard.split import split_batch
+from trainyard.text import count_nouns
 from trainyard.train.world import World, read_attempt_id
 
 if TYPE_CHECKING:
@@ -322,7 +323,8 @@ def _choose_batch_sizes(run: Path, config: TrainConfig, world: World) -> dict[st
     split = split_batch(batch, ranks=ranks, micro_batch=config.micro_batch_size)
     if micro_limit is not None and micro_limit.value < split.micro_batch:
         split, lowered = split_batch(batch, ranks=ranks, micro_batch=micro_limit.value), f"; {micro_limit.reason}"
-    why_micro = f"global batch {batch} over {ranks} ranks, {split.accumulation_steps} micro-batches each{lowered}"
+    micro_batches = count_nouns(split.accumulation_steps, "micro-batch")
+    why_micro = f"global batch {batch} over {count_nouns(ranks, 'rank')}, {micro_batches} each{lowered}"
     evaluated = Choice(config.eval_batch_size, "eval_batch_size")
     if eval_limit is not None and eval_limit.value < config.eval_batch_size:
         evaluated = Choice(eval_limit.value, eval_limit.reason)

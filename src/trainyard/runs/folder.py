@@ -204,8 +204,11 @@ def check_name(name: str | None, *, of: str) -> None:
         )
 
 
-def find_latest_run(root: Path, job: str) -> Path:
+def find_latest_run(root: Path, job: str, *, trained: bool = False) -> Path:
     """Return the most recently created run of a job.
+
+    Args:
+        trained: pass over runs without a checkpoint, if any run has one.
 
     Raises:
         UserError: the job has no run in `root`.
@@ -216,6 +219,11 @@ def find_latest_run(root: Path, job: str) -> Path:
         others = sorted({run.parent.name for run in runs})
         have = f"There are runs of: {', '.join(others)}." if others else "There are no runs at all."
         raise UserError(f"{root}: no run of job '{job}'. {have} Start one: trainyard run {job}")
+    if trained and (with_weights := [one for one in candidates if any((one[1] / "checkpoints").glob("*.ckpt"))]):
+        passed_over = candidates.index(with_weights[0])
+        candidates = with_weights
+        if passed_over:
+            logger.info("{}: newest run of {} with weights", candidates[0][1], job)
     created: dict[Path, str] = {}
     damaged = []
     for latest, run in candidates:
@@ -259,12 +267,13 @@ def find_free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def resolve_run(text: str, root: Path) -> Path:
+def resolve_run(text: str, root: Path, *, trained: bool = False) -> Path:
     """Return the run that the user named.
 
     Args:
         text: a path; a job, for its newest run; or an unambiguous prefix of `<job>/<run>` or `<run>`.
         root: folder of all runs.
+        trained: of a job, as for `find_latest_run`.
 
     Raises:
         UserError: no run matches, or several do; the message lists them.
@@ -273,7 +282,7 @@ def resolve_run(text: str, root: Path) -> Path:
         return Path(text)
     named = {f"{run.parent.name}/{run.name}": run for run in list_runs(root)}
     if any(run.parent.name == text for run in named.values()):
-        return find_latest_run(root, text)
+        return find_latest_run(root, text, trained=trained)
     exact = [name for name, run in named.items() if text in (name, run.name)]
     matches = exact or [name for name, run in named.items() if name.startswith(text) or run.name.startswith(text)]
     if len(matches) == 1:

@@ -16,7 +16,7 @@ from trainyard.runs.folder import format_run_name
 from trainyard.runs.history import Attempt, RunSnapshot, read_run
 from trainyard.runs.state import Cause, State
 from trainyard.runs.verdict import ENDING, is_managed_by_slurm, judge_run
-from trainyard.text import SCREEN_WIDTH, align_columns, cut, format_duration
+from trainyard.text import SCREEN_WIDTH, align_columns, count_nouns, cut, format_duration
 
 _SCREEN_LINES = 20
 
@@ -115,7 +115,9 @@ def render_overview(statuses: Sequence[Status], now: float) -> str:
     lines = _render_rows(left, now)[: _SCREEN_LINES - 3] if left else []
     shown = sum(not line.startswith(_INDENT) for line in lines[1:])
     more = [f"and {len(left) - shown} more: trainyard runs lists all"] if shown < len(left) else []
-    total = f"{len(statuses)} runs: " + ", ".join(f"{counts[state]} {state}" for state in _URGENCY if counts[state])
+    total = f"{count_nouns(len(statuses), 'run')}: " + ", ".join(
+        f"{counts[state]} {state}" for state in _URGENCY if counts[state]
+    )
     return "\n".join([total, *lines, *more, f"next: {suggest_command(urgent[0])}"])
 
 

@@ -19,7 +19,7 @@ from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.hardware import Precision
 from trainyard.runs.events import MetricOrder
-from trainyard.text import format_size, quote_path
+from trainyard.text import count_nouns, format_size, quote_path
 from trainyard.train.heartbeat import Heartbeat
 from trainyard.train.module import TrainModule
 from trainyard.train.world import World
@@ -166,7 +166,7 @@ def refuse_batches_without_memory(
                 few += f"global_batch_size={config.global_batch_size}."
                 advice += f", or {start} global_batch_size={samples}"
         raise UserError(
-            f"{name}={size}: {what} of {ranks} ranks on this host would take "
+            f"{name}={size}: {what} of {count_nouns(ranks, 'rank')} on this host would take "
             f"{format_size(needed)}, and {format_size(available.bytes)} are available ({available.source}).{few} "
             f"{advice}"
         )
