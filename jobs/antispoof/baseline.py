@@ -1,4 +1,4 @@
-"""Logistic regression on each utterance's pooled features: the baseline without a network, and half of a blend."""
+"""Logistic regression on each utterance's pooled features: the baseline without a network, or what one starts from."""
 
 import json
 from collections.abc import Callable
@@ -23,22 +23,24 @@ class PooledLogistic(nn.Module):
     The mean over the utterance stays: loudness and channel reveal copies where a few recordings train.
 
     Args:
-        state: weights and bias as `fit_logistic` returns them, in JSON; "{}": maps alone.
+        state: weights and biases as `fit_folds` returns them, in JSON; "{}": maps alone.
     """
 
-    weight_K: Tensor
+    weight_RK: Tensor
+    bias_R: Tensor
 
     def __init__(self, state: str, *, rate_hz: int, frames: int) -> None:
         super().__init__()
         name = "spec257" if rate_hz == frontends.RATES_HZ["spec257"] else "spec129"
         self.maps = frontends.build(name, rate_hz=rate_hz, frames=frames, mean="none", slopes="htk")
         fitted = json.loads(state)
-        self.bias = float(fitted.get("bias", 0.0))
-        self.register_buffer("weight_K", torch.tensor(fitted.get("weights", [])), persistent=False)
+        self.register_buffer("weight_RK", torch.tensor(fitted.get("weights", [])), persistent=False)
+        self.register_buffer("bias_R", torch.tensor(fitted.get("bias", [])), persistent=False)
 
-    def forward(self, wave_BN: Tensor) -> Tensor:
-        """Return (B,) float32."""
-        return pool(self.maps(wave_BN)).float() @ self.weight_K + self.bias
+    def forward(self, wave_BN: Tensor, fold_B: Tensor | None = None) -> Tensor:
+        """Return (B,) float32, fitted on all training utterances or, with folds, on those outside its fold."""
+        row = 0 if fold_B is None else fold_B
+        return (pool(self.maps(wave_BN)).float() * self.weight_RK[row]).sum(dim=1) + self.bias_R[row]
 
 
 def score_trials(compute_maps: ComputeMaps, training: SampleSource, evaluated: SampleSource) -> np.ndarray:
@@ -49,6 +51,12 @@ def score_trials(compute_maps: ComputeMaps, training: SampleSource, evaluated: S
     fitted = fit_logistic(pool_features(compute_maps, training), training.data.columns["label"][training.ids])
     scores: np.ndarray = pool_features(compute_maps, evaluated) @ np.array(fitted["weights"]) + fitted["bias"]
     return scores
+
+
+def fit_folds(features_NK: np.ndarray, label_N: np.ndarray, fold_N: np.ndarray) -> dict[str, Any]:
+    """Return weights (R, K) and biases (R,): row 0 is fitted on all utterances, row f on those outside fold f."""
+    fits = [fit_logistic(features_NK[kept], label_N[kept]) for kept in (fold_N != f for f in range(fold_N.max() + 1))]
+    return {name: [fit[name] for fit in fits] for name in ("weights", "bias")}
 
 
 def fit_logistic(features_NK: np.ndarray, label_N: np.ndarray) -> dict[str, Any]:

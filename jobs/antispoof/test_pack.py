@@ -1,6 +1,7 @@
 """Packing: conversion of files, copies, splits, unlabelled folders."""
 
 import io
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -235,3 +236,26 @@ def test_logistic_regression_is_fitted_on_the_training_recordings_alone(tmp_path
     assert fit_artifacts(tmp_path, config) == artifacts
     assert join_artifacts(tmp_path, artifacts, {"asv": "other"}) == {"asv": "other", LOGISTIC: artifacts[LOGISTIC]}
     assert LOGISTIC not in fit_artifacts(tmp_path, make_config())
+
+
+def test_a_regression_of_a_fold_has_not_seen_its_recordings_nor_their_copies(tmp_path: Path) -> None:
+    for speaker in ("ann", "bob", "eve", "val"):
+        for take in range(3):
+            write_recording(tmp_path / f"{speaker}_{take}.wav", rate_hz=8000, seed=ord(speaker[0]) + take)
+    packing = {"logistic": True, "copies": ["A01"], "val_speakers": ["val"]}
+    config = make_config(packing=packing)
+    fold = {(one.columns["speaker"], one.columns["fold"]) for one in samples(tmp_path, config)}
+    assert fold == {("ann", 1), ("bob", 2), ("eve", 3), ("val", 0)}, "a copy is in the fold of its recording"
+    before = json.loads(fit_artifacts(tmp_path, config)[LOGISTIC])["weights"]
+    write_recording(tmp_path / "bob_1.wav", rate_hz=8000, seed=1000)
+    after = json.loads(fit_artifacts(tmp_path, config)[LOGISTIC])["weights"]
+    assert len(before) == 4 and [a == b for a, b in zip(before, after, strict=True)] == [False, False, True, False]
+
+
+def test_a_regression_needs_two_recordings_of_each_class(tmp_path: Path) -> None:
+    lines = [f"{i}.wav,{'spoof' if i else 'bonafide'},train" for i in range(4)]
+    (tmp_path / "protocol.csv").write_text("\n".join(["path,label,set", *lines]))
+    for i in range(4):
+        write_recording(tmp_path / f"{i}.wav", rate_hz=8000, seed=i)
+    with pytest.raises(UserError, match=r"two recordings of each class .* found 1 bona fide and 3 spoofed\. Add"):
+        fit_artifacts(tmp_path, make_config(packing={"logistic": True}))
