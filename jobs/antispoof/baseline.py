@@ -13,8 +13,8 @@ from trainyard.train.module import Batch, SampleSource
 
 from . import frontends
 
-ComputeMaps = Callable[[Batch], Tensor]
-"""A batch to feature maps (B, F, T), as the network gets them in evaluation."""
+ComputeFeatures = Callable[[Batch], Tensor]
+"""A batch to `pool` of feature maps, (B, 2 F), as the network gets them in evaluation."""
 
 
 class PooledLogistic(nn.Module):
@@ -43,13 +43,13 @@ class PooledLogistic(nn.Module):
         return (pool(self.maps(wave_BN)).float() * self.weight_RK[row]).sum(dim=1) + self.bias_R[row]
 
 
-def score_trials(compute_maps: ComputeMaps, training: SampleSource, evaluated: SampleSource) -> np.ndarray:
+def score_trials(compute: ComputeFeatures, training: SampleSource, evaluated: SampleSource) -> np.ndarray:
     """Return the log-odds of bona fide speech of each evaluated utterance, (n,) float64.
 
     Costs the front end on both sets.
     """
-    fitted = fit_logistic(pool_features(compute_maps, training), training.data.columns["label"][training.ids])
-    scores: np.ndarray = pool_features(compute_maps, evaluated) @ np.array(fitted["weights"]) + fitted["bias"]
+    fitted = fit_logistic(pool_features(compute, training), training.data.columns["label"][training.ids])
+    scores: np.ndarray = pool_features(compute, evaluated) @ np.array(fitted["weights"]) + fitted["bias"]
     return scores
 
 
@@ -70,12 +70,12 @@ def fit_logistic(features_NK: np.ndarray, label_N: np.ndarray) -> dict[str, Any]
 
 
 @torch.inference_mode()
-def pool_features(compute_maps: ComputeMaps, source: SampleSource) -> np.ndarray:
+def pool_features(compute: ComputeFeatures, source: SampleSource) -> np.ndarray:
     """Return mean and standard deviation over time of each bin, (n, 2 F) float64."""
     pooled = []
     with tqdm(total=len(source.ids), unit="utterance", desc="pooling", disable=None, leave=False) as bar:
         for batch in source.read_batches():
-            pooled.append(pool(compute_maps(batch)).double().cpu().numpy())
+            pooled.append(compute(batch).double().cpu().numpy())
             bar.update(len(pooled[-1]))
     return np.concatenate(pooled)
 

@@ -259,3 +259,29 @@ def test_a_regression_needs_two_recordings_of_each_class(tmp_path: Path) -> None
         write_recording(tmp_path / f"{i}.wav", rate_hz=8000, seed=i)
     with pytest.raises(UserError, match=r"two recordings of each class .* found 1 bona fide and 3 spoofed\. Add"):
         fit_artifacts(tmp_path, make_config(packing={"logistic": True}))
+
+
+def test_sliding_segments_are_averaged_up_to_the_end_of_each_recording(tmp_path: Path) -> None:
+    lengths = [704, 1000, 1008, 1504, 2600]
+    for i, length in enumerate(lengths):
+        write_recording(tmp_path / f"raw/{i}.wav", rate_hz=8000, seconds=length / 8000, seed=i)
+    config = make_config(sound={"frames": 1000, "segments": "sliding"})
+    module = make_module(sound={"frames": 1000}).eval()
+    data = pack(list(unlabelled(tmp_path / "raw", config, {})), tmp_path / "packed", meta={}, workers=1)
+
+    def score(segments: str) -> torch.Tensor:
+        config.sound.segments = segments
+        (micro,) = Loader(config, data, device=torch.device("cpu"), decode="cpu").evaluate(np.arange(5), batch_size=8)
+        return module.predict(micro.batch)["score"]
+
+    scored = {name: score(name) for name in ("first", "sliding")}
+    for i, length in enumerate(lengths):
+        recording = soundfile.read(tmp_path / f"raw/{i}.wav", dtype="float32")[0]
+        assert len(recording) == length
+        wave = np.resize(recording, 3000)
+        starts = [0, *range(500, length - 500, 500)]  # another one while the last ends before the recording
+        waves = torch.from_numpy(np.stack([wave[start : start + 1000] for start in starts]))
+        expected = module.predict({"wave": waves, "sample_id": torch.arange(len(starts))})["score"]
+        torch.testing.assert_close(scored["first"][i], expected[0])
+        torch.testing.assert_close(scored["sliding"][i], expected.mean())
+    data.close()
