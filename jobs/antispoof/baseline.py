@@ -54,9 +54,17 @@ def score_trials(compute: ComputeFeatures, training: SampleSource, evaluated: Sa
 
 
 def fit_folds(features_NK: np.ndarray, label_N: np.ndarray, fold_N: np.ndarray) -> dict[str, Any]:
-    """Return weights (R, K) and biases (R,): row 0 is fitted on all utterances, row f on those outside fold f."""
+    """Return weights (R, K) and biases (R,): row 0 is fitted on all utterances, row f on those outside fold f.
+
+    With few utterances, log-odds are too large. All rows are scaled by one regression on the log-odds of the folds left
+    out (Platt 1999, "Probabilistic outputs for support vector machines"); at least by 0.01, which keeps their order.
+    """
     fits = [fit_logistic(features_NK[kept], label_N[kept]) for kept in (fold_N != f for f in range(fold_N.max() + 1))]
-    return {name: [fit[name] for fit in fits] for name in ("weights", "bias")}
+    weight_RK, bias_R = (np.array([fit[name] for fit in fits]) for name in ("weights", "bias"))
+    log_odds_N = (features_NK * weight_RK[fold_N]).sum(axis=1) + bias_R[fold_N]
+    scaling = fit_logistic(log_odds_N[:, None], label_N)
+    slope = max(0.01, scaling["weights"][0])
+    return {"weights": (slope * weight_RK).tolist(), "bias": (slope * bias_R + scaling["bias"]).tolist()}
 
 
 def fit_logistic(features_NK: np.ndarray, label_N: np.ndarray) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class CrossEntropy(Decision):
     the batch instead, which would make the loss depend on how the global batch is split.
     """
 
-    PENALTY = 0.1  # 0 lost to the offset alone (README.md); the prior is a normal one of variance 5
+    PENALTY = 1.0  # less lost to the offset alone (README.md)
     weight_2: Tensor
     threshold = 0.0
 
