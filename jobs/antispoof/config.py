@@ -102,8 +102,8 @@ class PackingSettings:
     unseen: list[str] = option(list, "copies to leave out of the training set")
     logistic: bool = option(
         False,
-        "also fit logistic regression on pooled spectra of the training files, and read these twice: scores are the "
-        "mean of its log-odds and the network's",
+        "also fit logistic regression on pooled spectra of the training files, read twice for it: the network learns "
+        "what to add to its log-odds",
     )
     recordings: str = option(
         "(?P<speaker>[^_]+)_.*",

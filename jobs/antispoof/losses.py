@@ -23,10 +23,10 @@ class Decision(nn.Module):
         """Return (B,) float32, high for bona fide."""
         raise NotImplementedError
 
-    def predict_bonafide(self, embedding_BD: Tensor) -> Tensor:
+    def predict_bonafide(self, embedding_BD: Tensor, *offset_B: Tensor) -> Tensor:
         """Return (B,) bool: the class at the threshold that the loss implies."""
         assert self.threshold is not None
-        return self.score(embedding_BD) > self.threshold
+        return self.score(embedding_BD, *offset_B) > self.threshold
 
 
 class CrossEntropy(Decision):
@@ -35,10 +35,14 @@ class CrossEntropy(Decision):
     The score is the difference z1 - z0 of the logits: log-odds, which calibration metrics need. With weights it is the
     log-odds at even priors, that is, a log-likelihood ratio.
 
+    With an offset, such as another model's log-odds, it is added to the score, and the embedding's own part pays
+    `PENALTY` times its square: an offset that is right alone stays as it is.
+
     Weights are N / (2 N_c), so that their mean over the training set is 1. torch divides by the sum of the weights in
     the batch instead, which would make the loss depend on how the global batch is split.
     """
 
+    PENALTY = 1.0  # less lost to the offset alone (README.md)
     weight_2: Tensor
     threshold = 0.0
 
@@ -50,14 +54,17 @@ class CrossEntropy(Decision):
         nn.init.zeros_(self.logits.bias)
         self.register_buffer("weight_2", compute_class_weights(counts))
 
-    def forward(self, embedding_BD: Tensor, label_B: Tensor) -> Tensor:
-        log_p_B = functional.log_softmax(self.logits(embedding_BD), dim=1).gather(1, label_B[:, None]).squeeze(1)
+    def forward(self, embedding_BD: Tensor, label_B: Tensor, offset_B: Tensor | None = None) -> Tensor:
+        own_B = self.score(embedding_BD)
+        log_odds_B = own_B if offset_B is None else own_B + offset_B
+        log_p_B = functional.logsigmoid(torch.where(label_B == 1, log_odds_B, -log_odds_B))
         focus_B = (1 - log_p_B.exp()) ** self.gamma if self.gamma else 1.0
-        return -(self.weight_2[label_B] * focus_B * log_p_B).mean()
+        loss = -(self.weight_2[label_B] * focus_B * log_p_B).mean()
+        return loss if offset_B is None else loss + self.PENALTY * own_B.square().mean()
 
-    def score(self, embedding_BD: Tensor) -> Tensor:
+    def score(self, embedding_BD: Tensor, offset_B: Tensor | float = 0.0) -> Tensor:
         logits_B2 = self.logits(embedding_BD)
-        log_odds_B: Tensor = logits_B2[:, 1] - logits_B2[:, 0]
+        log_odds_B: Tensor = logits_B2[:, 1] - logits_B2[:, 0] + offset_B
         return log_odds_B
 
 
@@ -81,7 +88,7 @@ class AmSoftmax(Decision):
     def score(self, embedding_BD: Tensor) -> Tensor:
         return self._compute_cosines(embedding_BD)[:, 1]
 
-    def predict_bonafide(self, embedding_BD: Tensor) -> Tensor:
+    def predict_bonafide(self, embedding_BD: Tensor, *offset_B: Tensor) -> Tensor:
         return self._compute_cosines(embedding_BD).argmax(dim=1) == 1
 
     def _compute_cosines(self, embedding_BD: Tensor) -> Tensor:

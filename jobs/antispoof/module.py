@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 from trainyard.data.decode_cpu import decode_recording
 from trainyard.errors import UserError
 from trainyard.report.score_figures import draw_samples, draw_score_histogram
-from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Score, Signature, TrainModule
+from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Score, Signature, TrainModule, average_segments
 
 from . import augment, frontends, metrics
-from .baseline import PooledLogistic, score_trials
+from .baseline import PooledLogistic, pool, score_trials
 from .config import Config, LossSettings, ModelSettings
 from .losses import AmSoftmax, CrossEntropy, Decision, OcSoftmax
 from .metrics import AsvRates
@@ -44,6 +45,8 @@ def build(config: Config, data: DataInfo) -> "AntispoofModule":
     trials.log_resampling(config.sound.rate_hz)
     decision = _build_decision(config.loss, network.dims, trials.count_classes(data.train_ids))
     pooled = _build_pooled(config, data.artifacts)
+    if pooled is not None:
+        nn.init.zeros_(decision.get_parameter("logits.weight"))  # training starts from the regression alone
     return AntispoofModule(frontend, network, decision, config, trials=trials, data=data, pooled=pooled)
 
 
@@ -52,7 +55,7 @@ def _build_pooled(config: Config, artifacts: Mapping[str, str]) -> PooledLogisti
         return None
     if config.loss.name not in ("wce", "focal"):
         raise UserError(
-            f"packing.logistic=true averages log-odds, but the scores of loss.name={config.loss.name} are cosines. Use "
+            f"packing.logistic=true adds log-odds, but the scores of loss.name={config.loss.name} are cosines. Use "
             "loss.name=wce, or packing.logistic=false."
         )
     if LOGISTIC not in artifacts:
@@ -150,7 +153,7 @@ class AntispoofModule(TrainModule):
         frontend: (B, N) float32 to (B, F, T) float32; runs outside autocast.
         network: (B, F, T) to (B, D).
         data: whose utterances `sample_figures` shows.
-        pooled: its log-odds are averaged with the decision's.
+        pooled: the decision's log-odds are added to its own.
     """
 
     identity_column = "speaker"
@@ -179,8 +182,9 @@ class AntispoofModule(TrainModule):
         """Return the loss, and the share of utterances classified correctly."""
         embedding_BD = self.network(self.compute_maps(batch)).float()
         with torch.autocast(embedding_BD.device.type, enabled=False):
-            loss = self.decision(embedding_BD, batch["label"])
-            correct_B = self.decision.predict_bonafide(embedding_BD.detach()) == (batch["label"] == 1)
+            offset_B = () if self.pooled is None else (self.compute_offset(batch, batch["fold"]),)
+            loss = self.decision(embedding_BD, batch["label"], *offset_B)
+            correct_B = self.decision.predict_bonafide(embedding_BD.detach(), *offset_B) == (batch["label"] == 1)
         return {"loss": loss, "accuracy": correct_B.float().mean()}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -209,14 +213,26 @@ class AntispoofModule(TrainModule):
                 )
             return map_BFT
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def compute_offset(self, batch: Batch, fold_B: Tensor | None = None) -> Tensor:
+        """Return the log-odds of the pooled regression, (B,) float32."""
+        assert self.pooled is not None
+        offset_B: Tensor = self.pooled(batch["wave"], fold_B)
+        return offset_B
+
     def predict(self, batch: Batch) -> dict[str, Tensor]:
         """Return the score of each utterance, (B,) float32; needs no labels."""
+        return {"score": self._average(self._score_segment, batch), "sample_id": batch["sample_id"]}
+
+    def _average(self, compute: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
+        return average_segments(compute, batch, WAVE, frames=self.config.sound.frames)
+
+    def _score_segment(self, batch: Batch) -> Tensor:
         embedding_BD = self.network(self.compute_maps(batch)).float()
         with torch.autocast(embedding_BD.device.type, enabled=False):
             score_B = self.decision.score(embedding_BD)
-            if self.pooled is not None:
-                score_B = (score_B + self.pooled(batch["wave"])) / 2
-            return {"score": score_B, "sample_id": batch["sample_id"]}
+            return score_B if self.pooled is None else score_B + self.compute_offset(batch)
 
     def describe_predict(self) -> Signature:
         """Return what the network takes and returns, and the threshold that the loss implies, if it implies one."""
@@ -297,14 +313,19 @@ class AntispoofModule(TrainModule):
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
     ) -> dict[str, Score]:
-        """Return the metrics of logistic regression on pooled features: the blend's own, or of the network's input."""
+        """Return the metrics of logistic regression on pooled features: the run's own, or of the network's input."""
         scores = (
-            score_trials(self.compute_maps, open_training(), evaluated)
+            score_trials(partial(self._average, self._pool_maps), open_training(), evaluated)
             if self.pooled is None
-            else np.concatenate([self.pooled(batch["wave"]).cpu().numpy() for batch in evaluated.read_batches()])
+            else np.concatenate(
+                [self._average(self.compute_offset, batch).cpu().numpy() for batch in evaluated.read_batches()]
+            )
         )
         pooled = {**rows, "score": scores}
         return {"pooled logistic": Score(self.score(pooled) | self.compute_intervals(pooled))}
+
+    def _pool_maps(self, batch: Batch) -> Tensor:
+        return pool(self.compute_maps(batch))
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         """Yield each file, its utterance name as in protocols, and its score."""

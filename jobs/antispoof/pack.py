@@ -28,6 +28,7 @@ from .protocols import (
     TRAIN,
     VAL,
     Utterance,
+    assign_folds,
     assign_sets,
     find_asv_files,
     find_audio_files,
@@ -40,24 +41,31 @@ from .synthesis import synthesize as synthesize
 RAW_FILES = "recordings in folders bonafide and spoof (or real and fake), a protocol.csv, or an ASVspoof database"
 WAVE = "wave"
 LOGISTIC = "pooled_logistic"
+FOLDS = 5  # of the training utterances, for `pooled_logistic`
 Pcm = NDArray[np.int16]
 
 
 def samples(raw: Path, config: Config) -> Iterator[Sample]:
     """Yield every utterance of a raw folder; see `protocols.find_utterances` for its layouts.
 
-    Columns: `label` (1 bona fide, 0 spoofed), `attack`, `speaker` and `set` (text), `source_rate_hz` (of the file).
+    Columns: `label` (1 bona fide, 0 spoofed), `attack`, `speaker` and `set` (text), `source_rate_hz` (of the file),
+    and with `packing.logistic` `fold` (of a training utterance, from 1; else 0).
     With `packing.copies` the folder contains only bona fide recordings, and each is followed by its copies.
     """
     rule = config.packing
     if not rule.copies:
-        yield from (_make_sample(one, config) for one in find_utterances(raw, rule))
-        return
-    recordings = _list_recordings(raw, config)
-    speakers = {utterance.speaker for utterance in recordings}
-    if recordings and (missing := sorted({*rule.val_speakers, *rule.test_speakers} - speakers)):
-        raise UserError(f"speaker '{missing[0]}' has no recording in {raw}. Speakers: {', '.join(sorted(speakers))}.")
-    yield from _make_copies(assign_sets(recordings, rule), config)
+        found = find_utterances(raw, rule)
+    else:
+        recordings = _list_recordings(raw, config)
+        speakers = {utterance.speaker for utterance in recordings}
+        if recordings and (missing := sorted({*rule.val_speakers, *rule.test_speakers} - speakers)):
+            raise UserError(
+                f"speaker '{missing[0]}' has no recording in {raw}. Speakers: {', '.join(sorted(speakers))}."
+            )
+        found = assign_sets(recordings, rule)
+    if rule.logistic:
+        found = assign_folds(found, count=FOLDS)
+    yield from _make_copies(found, config) if rule.copies else (_make_sample(one, config) for one in found)
 
 
 def list_labelled(
@@ -99,7 +107,7 @@ def _fit_logistic(raw: Path, config: Config) -> str:
     from . import baseline
 
     model = baseline.PooledLogistic("{}", rate_hz=config.sound.rate_hz, frames=config.sound.frames)
-    features, labels = [], []
+    features, labels, folds = [], [], []
     training = [sample for sample in samples(raw, config) if sample.columns["set"] == TRAIN]
     for sample in tqdm(training, unit="utterance", desc="pooling", disable=None, leave=False):
         try:
@@ -110,9 +118,16 @@ def _fit_logistic(raw: Path, config: Config) -> str:
         wave_1N = torch.from_numpy(recording.astype(np.float32) / 2**15)[None]
         features.append(baseline.pool(model.maps(wave_1N))[0].double().numpy())
         labels.append(sample.columns["label"])
+        folds.append(sample.columns["fold"])
     if len(set(labels)) < 2:
         return "{}"  # packing refuses these sets
-    return json.dumps(baseline.fit_logistic(np.stack(features), np.array(labels)))
+    label_N, fold_N = np.array(labels), np.array(folds)
+    if any(len(np.unique(fold_N[label_N == label])) < 2 for label in (0, 1)):
+        raise UserError(
+            f"packing.logistic=true needs two recordings of each class in the training set, found {label_N.sum()} bona "
+            f"fide and {(1 - label_N).sum()} spoofed. Add recordings, or use packing.logistic=false."
+        )
+    return json.dumps(baseline.fit_folds(np.stack(features), label_N, fold_N))
 
 
 def _read_asv(raw: Path) -> str:
@@ -235,6 +250,8 @@ def _make_sample(utterance: Utterance, config: Config) -> Sample:
         "speaker": utterance.speaker,
         "set": utterance.set,
     }
+    if config.packing.logistic:
+        columns["fold"] = utterance.fold
     load_record = partial(load, utterance.path, config.sound.rate_hz, config.packing)
     return Sample(utterance.key, load_record, columns, source=utterance.path)
 

@@ -50,6 +50,7 @@ class Utterance:
     attack: str  # "-": bona fide
     speaker: str  # "": unknown
     set: str  # train, val, test or test_...; "": not assigned yet
+    fold: int = 0  # of a training utterance, from 1; 0: none
 
 
 def find_utterances(raw: Path, split: PackingSettings) -> list[Utterance]:
@@ -167,8 +168,7 @@ def assign_sets(found: list[Utterance], split: PackingSettings) -> list[Utteranc
     result = []
     for utterance in found:
         if not utterance.set:
-            original = Path(utterance.key).stem.removesuffix("_gen")  # of a copy in WaveFake, which stays with it
-            position = hash_to_fraction(utterance.speaker or original, split.seed)
+            position = hash_to_fraction(utterance.speaker or _name_original(utterance), split.seed)
             is_val = position < split.test_share + split.val_share
             name = TEST if position < split.test_share else VAL if is_val else TRAIN
             utterance = replace(utterance, set=name)
@@ -180,6 +180,29 @@ def assign_sets(found: list[Utterance], split: PackingSettings) -> list[Utteranc
             "To score recordings with a trained model: trainyard predict RUN FOLDER OUT.csv"
         )
     return result
+
+
+def assign_folds(found: Sequence[Utterance], *, count: int) -> list[Utterance]:
+    """Assign training utterances to folds by speaker or, if a class has fewer than two of them, by file name.
+
+    Groups of the same classes go to the folds in turn: a class in two groups is in two folds.
+    """
+    training = [utterance for utterance in found if utterance.set == TRAIN]
+    speakers = {label: {one.speaker for one in training if one.bonafide == label} for label in (True, False)}
+    by_speaker = all(len(names) > 1 and "" not in names for names in speakers.values() if names)
+    groups: dict[str, list[bool]] = {}
+    for one in training:
+        groups.setdefault(one.speaker if by_speaker else _name_original(one), []).append(one.bonafide)
+    order = sorted(groups, key=lambda name: (sum(groups[name]) / len(groups[name]), name))
+    fold = {name: 1 + place % count for place, name in enumerate(order)}
+    return [
+        replace(one, fold=fold[one.speaker if by_speaker else _name_original(one)]) if one.set == TRAIN else one
+        for one in found
+    ]
+
+
+def _name_original(utterance: Utterance) -> str:
+    return Path(utterance.key).stem.removesuffix("_gen")  # of a copy in WaveFake, which stays with its original
 
 
 def hash_to_fraction(text: str, seed: int) -> float:

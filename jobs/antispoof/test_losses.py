@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from . import metrics
@@ -22,6 +23,19 @@ def test_weighted_cross_entropy_is_that_of_torch_times_the_mean_weight_of_the_ba
     torch.testing.assert_close(decision(x, label), theirs * decision.weight_2[label].mean())
     halves = (decision(x[:2], label[:2]) * 2 + decision(x[2:], label[2:]) * 4) / 6
     torch.testing.assert_close(decision(x, label), halves)
+
+
+def test_an_offset_is_added_to_the_log_odds_and_what_is_learned_besides_it_is_penalised() -> None:
+    torch.manual_seed(0)
+    decision, x, label = CrossEntropy(8, counts=(9, 1)), torch.randn(6, 8), torch.tensor([0, 1, 0, 0, 1, 0])
+    offset, own = torch.linspace(-3, 3, 6), decision.score(x)
+    p = (own + offset).sigmoid()
+    by_hand = -decision.weight_2[label] * torch.where(label == 1, p, 1 - p).log() + own**2
+    torch.testing.assert_close(decision(x, label, offset), by_hand.mean())
+    assert torch.equal(decision.predict_bonafide(x, offset), p > 0.5)
+    nn.init.zeros_(decision.logits.weight)
+    decision(x, label, torch.where(label == 1, 30.0, -30.0)).backward()
+    assert decision.logits.weight.grad is not None and decision.logits.weight.grad.abs().max() < 1e-6, "nothing to add"
 
 
 def test_focal_loss_down_weights_easy_samples() -> None:

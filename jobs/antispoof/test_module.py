@@ -38,24 +38,31 @@ def test_evaluation_is_deterministic_and_needs_no_label() -> None:
     assert torch.equal(module.predict(inputs)["score"], module.predict(inputs)["score"])
 
 
-def test_scores_are_averaged_with_pooled_logistic_regression() -> None:
-    alone, inputs = make_module().eval(), make_batch(4)
+def test_the_network_adds_to_the_pooled_regression_that_has_not_seen_the_fold() -> None:
+    inputs = make_batch(4) | {"fold": torch.tensor([1, 2, 2, 1])}
     data = make_data([1, 0] * 8, ["-", "A01"] * 8, ["train"] * 8 + ["val"] * 8)
-    weights = np.random.default_rng(0).normal(size=258)
-    fitted = replace(
-        data, artifacts={**data.artifacts, LOGISTIC: json.dumps({"weights": weights.tolist(), "bias": 0.5})}
-    )
+    weights, bias = np.random.default_rng(0).normal(size=(3, 258)), [0.5, -1.0, 2.0]
+    state = json.dumps({"weights": weights.tolist(), "bias": bias})
+    fitted = replace(data, artifacts={**data.artifacts, LOGISTIC: state})
     torch.manual_seed(0)
-    blend = build(make_config(packing={"logistic": True}), fitted).eval()
+    alone, module = make_module(), build(make_config(packing={"logistic": True}), fitted)
+    assert module.state_dict().keys() == alone.state_dict().keys()
+    start_B = module.eval().predict(inputs)["score"].double()
+    module.load_state_dict(alone.state_dict())
     maps_BFT = make_module(frontend={"mean": "none"}).eval().compute_maps(inputs).double()
-    log_odds_B = torch.cat([maps_BFT.mean(2), maps_BFT.std(2)], 1) @ torch.from_numpy(weights) + 0.5
-    expected_B = (alone.predict(inputs)["score"] + log_odds_B) / 2
-    torch.testing.assert_close(blend.predict(inputs)["score"].double(), expected_B, rtol=1e-4, atol=1e-3)
-    assert blend.state_dict().keys() == alone.state_dict().keys()
+    pooled_BK = torch.cat([maps_BFT.mean(2), maps_BFT.std(2)], 1)
+    log_odds_BR = pooled_BK @ torch.from_numpy(weights).T + torch.tensor(bias)
+    torch.testing.assert_close(start_B, log_odds_BR[:, 0], rtol=1e-4, atol=1e-3)
+    expected_B = alone.eval().predict(inputs)["score"] + log_odds_BR[:, 0]
+    torch.testing.assert_close(module.eval().predict(inputs)["score"].double(), expected_B, rtol=1e-4, atol=1e-3)
+    unseen_B = log_odds_BR[torch.arange(4), inputs["fold"]].float()
+    embedding_BD = alone.train().network(alone.compute_maps(inputs))
+    expected = alone.decision(embedding_BD, inputs["label"], unseen_B)
+    torch.testing.assert_close(module.train()(inputs)["loss"], expected, rtol=1e-4, atol=1e-3)
     with pytest.raises(UserError, match=r"the data was packed without it\. Name the raw files with data\.path"):
         build(make_config(packing={"logistic": True}), data)
-    with pytest.raises(UserError, match=r"scores of loss\.name=am_softmax are cosines\. Use loss\.name=wce"):
-        build(make_config(packing={"logistic": True}, loss={"name": "am_softmax"}), fitted)
+    with pytest.raises(UserError, match=r"scores of loss\.name=oc_softmax are cosines\. Use loss\.name=wce"):
+        build(make_config(packing={"logistic": True}, loss={"name": "oc_softmax"}), fitted)
 
 
 def test_every_weight_gets_a_gradient() -> None:

@@ -1,6 +1,7 @@
 """Packing: conversion of files, copies, splits, unlabelled folders."""
 
 import io
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from trainyard.data.pack import pack
 from trainyard.data.shards import BadRecord
 from trainyard.errors import UserError
 
-from .baseline import PooledLogistic
+from .baseline import PooledLogistic, fit_folds
 from .config import Config, PackingSettings
 from .pack import LOGISTIC, fit_artifacts, join_artifacts, load, samples, splits, unlabelled
 
@@ -235,3 +236,67 @@ def test_logistic_regression_is_fitted_on_the_training_recordings_alone(tmp_path
     assert fit_artifacts(tmp_path, config) == artifacts
     assert join_artifacts(tmp_path, artifacts, {"asv": "other"}) == {"asv": "other", LOGISTIC: artifacts[LOGISTIC]}
     assert LOGISTIC not in fit_artifacts(tmp_path, make_config())
+
+
+def test_a_regression_of_a_fold_has_not_seen_its_recordings_nor_their_copies(tmp_path: Path) -> None:
+    for speaker in ("ann", "bob", "eve", "val"):
+        for take in range(3):
+            write_recording(tmp_path / f"{speaker}_{take}.wav", rate_hz=8000, seed=ord(speaker[0]) + take)
+    packing = {"logistic": True, "copies": ["A01"], "val_speakers": ["val"]}
+    config = make_config(packing=packing)
+    fold = {(one.columns["speaker"], one.columns["fold"]) for one in samples(tmp_path, config)}
+    assert fold == {("ann", 1), ("bob", 2), ("eve", 3), ("val", 0)}, "a copy is in the fold of its recording"
+
+    def fit_directions() -> np.ndarray:
+        weight_RK = np.array(json.loads(fit_artifacts(tmp_path, config)[LOGISTIC])["weights"])
+        directions: np.ndarray = weight_RK / np.linalg.norm(weight_RK, axis=1, keepdims=True)  # all rows have one scale
+        return directions
+
+    before = fit_directions()
+    write_recording(tmp_path / "bob_1.wav", rate_hz=8000, seed=1000)
+    changed = np.abs(fit_directions() - before).max(axis=1) > 1e-6
+    assert changed.tolist() == [True, True, False, True]
+
+
+def test_log_odds_are_no_surer_than_they_are_right_on_the_folds_left_out() -> None:
+    rng = np.random.default_rng(0)
+    features_NK, label_N, fold_N = rng.normal(size=(60, 200)), np.arange(60) % 2, 1 + np.arange(60) // 12
+    fitted = fit_folds(features_NK, label_N, fold_N)
+    log_odds_N = (features_NK * np.array(fitted["weights"])[fold_N]).sum(axis=1) + np.array(fitted["bias"])[fold_N]
+    cost = np.logaddexp(0, np.where(label_N == 1, -log_odds_N, log_odds_N)).mean()
+    assert cost < 1.05 * np.log(2), "features of noise: chance"
+
+
+def test_a_regression_needs_two_recordings_of_each_class(tmp_path: Path) -> None:
+    lines = [f"{i}.wav,{'spoof' if i else 'bonafide'},train" for i in range(4)]
+    (tmp_path / "protocol.csv").write_text("\n".join(["path,label,set", *lines]))
+    for i in range(4):
+        write_recording(tmp_path / f"{i}.wav", rate_hz=8000, seed=i)
+    with pytest.raises(UserError, match=r"two recordings of each class .* found 1 bona fide and 3 spoofed\. Add"):
+        fit_artifacts(tmp_path, make_config(packing={"logistic": True}))
+
+
+def test_sliding_segments_are_averaged_up_to_the_end_of_each_recording(tmp_path: Path) -> None:
+    lengths = [704, 1000, 1008, 1504, 2600]
+    for i, length in enumerate(lengths):
+        write_recording(tmp_path / f"raw/{i}.wav", rate_hz=8000, seconds=length / 8000, seed=i)
+    config = make_config(sound={"frames": 1000, "segments": "sliding"})
+    module = make_module(sound={"frames": 1000}).eval()
+    data = pack(list(unlabelled(tmp_path / "raw", config, {})), tmp_path / "packed", meta={}, workers=1)
+
+    def score(segments: str) -> torch.Tensor:
+        config.sound.segments = segments
+        (micro,) = Loader(config, data, device=torch.device("cpu"), decode="cpu").evaluate(np.arange(5), batch_size=8)
+        return module.predict(micro.batch)["score"]
+
+    scored = {name: score(name) for name in ("first", "sliding")}
+    for i, length in enumerate(lengths):
+        recording = soundfile.read(tmp_path / f"raw/{i}.wav", dtype="float32")[0]
+        assert len(recording) == length
+        wave = np.resize(recording, 3000)
+        starts = [0, *range(500, length - 500, 500)]  # another one while the last ends before the recording
+        waves = torch.from_numpy(np.stack([wave[start : start + 1000] for start in starts]))
+        expected = module.predict({"wave": waves, "sample_id": torch.arange(len(starts))})["score"]
+        torch.testing.assert_close(scored["first"][i], expected[0])
+        torch.testing.assert_close(scored["sliding"][i], expected.mean())
+    data.close()

@@ -14,7 +14,7 @@ from trainyard.errors import UserError
 
 from .config import Config
 from .pack import fit_artifacts
-from .protocols import find_utterances, list_utterances, read_asv_rates, read_trials
+from .protocols import Utterance, assign_folds, find_utterances, list_utterances, read_asv_rates, read_trials
 
 JOBS = Path(__file__).parents[1]
 ACUTE = "\u0301"  # after an e, what a Mac makes of an e with an accent
@@ -291,3 +291,31 @@ def test_bad_asv_scores_are_refused_with_the_place(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             read_asv_rates(write_lines(tmp_path / "asv.txt", *lines))
+
+
+@pytest.mark.parametrize(
+    ("bonafide", "spoofed", "together"),
+    [
+        (["ann", "bob", "eve"], ["tts", "vc"], "speaker"),  # no speaker has both classes
+        (["ann", "bob"], ["ann", "bob"], "speaker"),
+        (["ann"], ["tts", "vc"], "name"),  # without ann's fold nothing would be bona fide
+        ([""], [""], "name"),
+    ],
+)
+def test_every_fold_leaves_both_classes_and_parts_no_group(
+    bonafide: list[str], spoofed: list[str], together: str
+) -> None:
+    given = [
+        Utterance(f"{label}/{speaker}/{take}{'_gen' if take == 3 else ''}.wav", None, label, "-", speaker, "train")
+        for label, speakers in ((True, bonafide), (False, spoofed))
+        for speaker in speakers
+        for take in range(9)
+    ]
+    found = assign_folds([*given, replace(given[0], set="val")], count=5)
+    assert found[-1].fold == 0 and {one.fold for one in found[:-1]} <= {1, 2, 3, 4, 5}
+    for left_out in {one.fold for one in found[:-1]}:
+        assert {one.bonafide for one in found[:-1] if one.fold != left_out} == {True, False}
+    groups = {
+        (one.speaker if together == "speaker" else one.key[-5], one.fold) for one in found[:-1] if "gen" not in one.key
+    }
+    assert len(groups) == len({group for group, _ in groups})

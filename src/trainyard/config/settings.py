@@ -168,6 +168,12 @@ class AudioSettings:
     frames: int = option(
         64_600, "length: a random segment in training, the first in evaluation; shorter recordings repeat", low=1
     )
+    segments: str = option(
+        "first",
+        "in evaluation and predict: the first segment, or the mean over all, each half a segment after the one before; "
+        "whole recordings are in memory",
+        choices=("first", "sliding"),
+    )
     rate_hz: int = option(16_000, "sampling rate; packing ensures it", low=1000)
 
 

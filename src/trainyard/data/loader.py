@@ -278,7 +278,7 @@ class Loader:
     def _add_audio(self, name: str, item: Item, recordings: list[np.ndarray]) -> Item:
         """Add a crop of each recording as int16, which is scaled to [-1, 1) on the device."""
         count = self.data.records[name].shape[item.ids, 0].astype(np.int64)
-        frames = self._audio.frames
+        frames = self._count_frames(count) if item.epoch is None else self._audio.frames
         start = np.zeros_like(count)
         if item.epoch is not None:
             start = augment.draw_starts(seed=self._seed, epoch=item.epoch, sample_ids=item.ids, spare=count - frames)
@@ -291,6 +291,12 @@ class Loader:
         item.values |= {name: torch.from_numpy(crops), f"{name}_count": torch.from_numpy(count)}
         return item
 
+    def _count_frames(self, count: np.ndarray) -> int:
+        """Return the frames of the longest of these recordings in evaluation, whole segments (`average_segments`)."""
+        frames, hop = self._audio.frames, max(1, self._audio.frames // 2)
+        spare = max(0, int(count.max()) - frames) if self._audio.segments == "sliding" else 0
+        return frames + -(-spare // hop) * hop
+
     def count_host_bytes(self, largest: int) -> int:
         """Return how much memory reading allocates on the host for items of up to `largest` samples."""
         items = count_prefetched(self._settings.prefetch, self._count_readers(largest))
@@ -299,7 +305,7 @@ class Loader:
         total = 0
         for records in self.data.records.values():
             if records.kind in (AUDIO, PCM):
-                total += items * count_allocated(largest * 2 * self._audio.frames)
+                total += items * count_allocated(largest * 2 * self._count_frames(records.shape[:, 0]))
             elif records.kind in (ARRAY, RAGGED):  # the longest sample counts: the others are padded
                 total += items * count_allocated(largest * int(records.size.max()))
         if self._has_images:

@@ -58,9 +58,10 @@ class Traced:
 def read_batches(model: TrainedModel, data: ShardSet, ids: np.ndarray, names: Iterable[str]) -> Iterator[CheckedBatch]:
     """Yield samples in small batches of several sizes, as programs take them, with the rows of the run's network."""
     levels = replace(model.config.image, mean=0.0, std=1 / 255)  # pixels as gray levels, up to rounding
+    config = replace(model.config, sound=replace(model.config.sound, segments="first"))  # a program takes one segment
     seen, stored = (
         Loader(config, data, device=model.device, decode="cpu", threads=count_cores())
-        for config in (model.config, replace(model.config, image=levels))
+        for config in (config, replace(config, image=levels))
     )
     for part in np.split(ids, _BATCH_ENDS):
         if len(part):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
@@ -21,7 +22,8 @@ It has `sample_id` (B,) int64, every column of the data set under its name (B,),
   image's height and width.
 - array of fixed shape: under its name, (B, ...).
 - `Ragged`: (B, L, ...), padded with zeros to the longest of the batch, and `<name>_count` (B,) int64.
-- `Audio`: (B, N) float32 in [-1, 1), and `<name>_count` (B,) int64, the frames of the whole recording.
+- `Audio`: (B, N) float32 in [-1, 1), and `<name>_count` (B,) int64, the frames of the whole recording. N is
+  `sound.frames`, and may be more in evaluation with sound.segments=sliding: see `average_segments`.
 
 In training it also has `samples_seen` () int64, the samples that the run used before this step, and, unless the module
 says `reads_noise = False`, `noise` (B, 32) float32 in [0, 1): a pure function of (seed, epoch, sample id), for
@@ -96,6 +98,28 @@ class Signature:
     outputs: Mapping[str, str]  # row other than `sample_id` -> what it is
     settings: Mapping[str, Any] = field(default_factory=dict)  # JSON values, such as a threshold or category names
     tolerance: float = 1e-4  # by which rounding in float32 may move a result: absolute up to 1, relative above
+
+
+def average_segments(compute: Callable[[Batch], Tensor], batch: Batch, name: str, *, frames: int) -> Tensor:
+    """Return the mean of `compute` over the segments of each recording `name`, (B, ...).
+
+    There is one every `frames` // 2 frames, until one reaches the end. Its rest is filled from the beginning.
+
+    Args:
+        compute: takes the batch with one segment of each recording, (B, frames), and returns (B, ...).
+    """
+    wave_BN, hop = batch[name], max(1, frames // 2)
+    total = compute({**batch, name: wave_BN[:, :frames]})
+    if wave_BN.shape[1] == frames:
+        return total
+    spare_B, shape = batch[f"{name}_count"] - frames, (-1, *[1] * (total.ndim - 1))
+    used_B = torch.ones_like(spare_B)
+    for start in range(hop, wave_BN.shape[1] - frames + 1, hop):
+        is_new_B = spare_B > start - hop  # the segment before does not reach the end
+        part = compute({**batch, name: wave_BN[:, start : start + frames]})
+        total = total + torch.where(is_new_B.view(shape), part, 0)
+        used_B = used_B + is_new_B
+    return total / used_B.view(shape)
 
 
 def has_values(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from trainyard import scoring
 from trainyard.report.score_figures import draw_confusion_matrix
-from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Score, Signature, TrainModule
+from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Score, Signature, TrainModule, average_segments
 
 from .config import Config, ModelSettings
 from .pack import CLASSES
@@ -103,18 +103,22 @@ class Classifier(TrainModule):
     ) -> None:
         super().__init__()
         self.spectrogram, self.network, self.classes, self.labels = spectrogram, network, classes, labels
-        self.rate_hz = config.sound.rate_hz
+        self.rate_hz, self.frames = config.sound.rate_hz, config.sound.frames
         self.label_smoothing, self.draws = config.loss.label_smoothing, config.evaluation.bootstrap_draws
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return the loss, and the share of recordings that are classified correctly."""
-        logits_BK = self.network(self.spectrogram(batch["wave"])).float()
+        logits_BK = self._compute_logits(batch)
         loss = functional.cross_entropy(logits_BK, batch["label"], label_smoothing=self.label_smoothing)
         return {"loss": loss, "accuracy": (logits_BK.argmax(1) == batch["label"]).float().mean()}
 
     def predict(self, batch: Batch) -> dict[str, Tensor]:
         """Return the logits of each recording, (B, K) float32; needs no labels."""
-        return {"logits": self.network(self.spectrogram(batch["wave"])).float(), "sample_id": batch["sample_id"]}
+        logits_BK = average_segments(self._compute_logits, batch, "wave", frames=self.frames)
+        return {"logits": logits_BK, "sample_id": batch["sample_id"]}
+
+    def _compute_logits(self, batch: Batch) -> Tensor:
+        return self.network(self.spectrogram(batch["wave"])).float()  # type: ignore[no-any-return]
 
     def describe_predict(self) -> Signature:
         """Return what the network takes and returns."""
