@@ -17,7 +17,7 @@ import torch
 from tests.cuda_operators import find_refused_operators
 from tests.test_wheel import installed as installed  # the unpacked wheel, a fixture
 from tests.test_wheel import run_installed
-from tests.training import find_differences, load_state, new_run, read_run_metrics, start, wait_for_lines
+from tests.training import find_differences, load_state, new_run, read_run_metrics, start, train, wait_for_lines
 from trainyard.config.compose import compose
 from trainyard.config.families import load_family
 from trainyard.data.loader import Loader
@@ -43,9 +43,7 @@ def test_the_example_takes_a_step_and_is_short(tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_example_family_takes_a_step(family, tmp_path):
     run = new_run(tmp_path, "max_duration=1st", job=f"{family}_smoke", jobs=EXAMPLES)
-    process = start(run, jobs=EXAMPLES)
-    process.join(240)
-    assert process.exitcode == 0 and math.isfinite(read_metrics(run)[0]["loss"])
+    assert train(run, jobs=EXAMPLES) == 0 and math.isfinite(read_metrics(run)[0]["loss"])
 
 
 @pytest.mark.long

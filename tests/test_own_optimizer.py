@@ -143,6 +143,9 @@ def test_a_kill_changes_no_bit_of_a_run_with_its_own_optimizer_and_schedule(kind
     name = "Lion" if kind == "lion" else "SGD"
     assert read_env(whole)["choices"]["optimizer"] == {"value": name, "reason": "Own.build_optimizer"}
     assert read_env(whole)["choices"]["schedule"]["reason"] == "Own.build_schedule"
+    old = replace(thaw(whole / "config.yaml", jobs), schedule=ScheduleSettings(name="constant"))
+    with pytest.raises(UserError, match=r"Own\.build_schedule may end where the run ends.*--inexact"):
+        plan_extension(whole, old, replace(old, max_duration="14st"), jobs, allow_inexact=False)
 
 
 @pytest.mark.slow
@@ -158,16 +161,6 @@ def test_two_ranks_take_the_steps_of_one(jobs, tmp_path):
     assert any(name.endswith("momentum_buffer") for name in tensors)
     worst = max(float((a[name] - b[name]).abs().max()) for name in tensors)
     assert worst < 1e-6, "float32 sums in another order, over six steps"
-
-
-def test_a_longer_run_says_that_an_own_schedule_may_know_its_end(jobs, tmp_path):
-    run = create(tmp_path, jobs, "max_duration=2st")
-    process = start(run, jobs=jobs)
-    process.join()
-    assert process.exitcode == 0
-    old = replace(thaw(run / "config.yaml", jobs), schedule=ScheduleSettings(name="constant"))
-    with pytest.raises(UserError, match=r"Own\.build_schedule may end where the run ends.*--inexact"):
-        plan_extension(run, old, replace(old, max_duration="4st"), jobs, allow_inexact=False)
 
 
 # In this process
@@ -264,6 +257,25 @@ def test_an_lr_scale_that_the_optimizer_does_not_get_is_refused():
 def test_state_that_no_checkpoint_can_keep_is_refused_after_the_first_step():
     state = build(OwnNet(lambda groups, config: Nested(groups, lr=config.optimizer.lr)))
     with pytest.raises(UserError, match=f"{HERE}optimizer: 'seen' in the state of Nested is set; expected a tensor"):
+        take_step(state, torch.ones(2, 3))
+
+
+class Counting(torch.optim.SGD):
+    """Counts where no checkpoint looks."""
+
+    def __init__(self, groups, lr, count):
+        super().__init__(groups, lr=lr)
+        self.count, self.constant = count, torch.ones(2)
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.count += 1
+
+
+@pytest.mark.parametrize("count", [0, 0.5, torch.zeros(())])
+def test_what_a_step_changes_outside_of_the_state_is_refused_after_the_first_step(count):
+    state = build(OwnNet(lambda groups, config: Counting(groups, config.optimizer.lr, count)))
+    with pytest.raises(UserError, match=rf"{HERE}optimizer: a step of Counting changes self\.count, which"):
         take_step(state, torch.ones(2, 3))
 
 

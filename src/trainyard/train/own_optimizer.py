@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -83,18 +83,36 @@ def build_own_schedule(
     return schedule
 
 
-def check_kept_state(module: TrainModule, optimizer: torch.optim.Optimizer) -> None:
-    """Check, after the first step, that a checkpoint can keep the state of a family's own optimizer.
+def copy_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the tensors and numbers that an optimizer has outside of its state and groups, for `check_kept_state`."""
+    found = vars(optimizer).items()
+    plain = {name: value for name, value in found if isinstance(value, Tensor) or type(value) in (int, float)}
+    plain.pop("found_inf", None)  # which a step sets
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in plain.items()}
+
+
+def check_kept_state(module: TrainModule, optimizer: torch.optim.Optimizer, before: Mapping[str, Any]) -> None:
+    """Check, after the first step, that a checkpoint keeps all that the step of a family's own optimizer changes.
+
+    Args:
+        before: what `copy_attributes` returned before the step.
 
     Raises:
-        UserError: something in it is no tensor, number or text.
+        UserError: the state has something else than tensors, numbers and text, or an attribute changed.
     """
+    where = locate_code(module.build_optimizer)
+    for name, value in copy_attributes(optimizer).items():
+        if name not in before or not torch.equal(torch.as_tensor(value), torch.as_tensor(before[name])):
+            raise UserError(
+                f"{where}: a step of {type(optimizer).__name__} changes self.{name}, which no checkpoint keeps. "
+                "Keep it in self.state[parameter] or in a group."
+            )
     entries = [entry for values in optimizer.state.values() for entry in values.items()]
     options = [(name, leaf) for group in optimizer.param_groups for name in group for leaf in tree_leaves(group[name])]
     for name, value in [*entries, *options]:
         if not isinstance(value, Tensor) and type(value) not in (int, float, bool, str, type(None)):
             raise UserError(
-                f"{locate_code(module.build_optimizer)}: '{name}' in the state of {type(optimizer).__name__} is "
+                f"{where}: '{name}' in the state of {type(optimizer).__name__} is "
                 f"{describe_value(value)}; expected a tensor, a number or text, which a checkpoint can keep."
             )
 

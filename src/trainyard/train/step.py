@@ -25,7 +25,7 @@ from trainyard.train.data_parallel import BatchNorm, leave_out_of_statistics
 from trainyard.train.distributed import average_rows
 from trainyard.train.module import TrainModule, has_values
 from trainyard.train.out_of_memory import name_phase
-from trainyard.train.own_optimizer import build_own_optimizer, check_kept_state, is_own
+from trainyard.train.own_optimizer import build_own_optimizer, check_kept_state, copy_attributes, is_own
 from trainyard.train.swa import WeightAverage
 
 _LISTED_DIGITS = 6  # of a listed loss: float32 has seven, and a curve shows three
@@ -135,9 +135,11 @@ def train_step(
         check_gradients(state.module, world_size=world_size)
     for name, most in state.module.sparse_gradients().items():
         average_rows(cast(Tensor, state.module.get_parameter(name).grad), most=most)
+    is_tried = state.progress.step == 0 and is_own(state.module, "build_optimizer")
+    attributes = copy_attributes(state.optimizer) if is_tried else {}
     norm, skipped = update_weights(state, clip_grad_norm=clip_grad_norm, buffers=buffers)
-    if state.progress.step == 0 and is_own(state.module, "build_optimizer"):
-        check_kept_state(state.module, state.optimizer)
+    if is_tried:
+        check_kept_state(state.module, state.optimizer, attributes)
     return StepResult(losses, norm, skipped, wait_s)
 
 
