@@ -296,6 +296,12 @@ def test_a_mistake_in_build_schedule_is_one_sentence_with_its_line(schedule, opt
         build_schedule(OwnNet(None, schedule), config, steps_per_epoch=5)
 
 
+def test_a_schedule_stays_at_its_last_value_after_the_end_where_tools_measure_longer_than_a_run():
+    module = OwnNet(None, lambda config, total: lambda step: (total - step) / total)
+    schedule = build_schedule(module, TrainConfig(max_duration="10st"), steps_per_epoch=5)
+    assert [schedule(step) for step in (8, 9, 10, 500)] == pytest.approx([0.2e-3, 0.1e-3, 0.1e-3, 0.1e-3])
+
+
 def test_a_schedule_that_is_wrong_in_the_middle_is_refused_there():
     wrong = OwnNet(None, lambda config, total: lambda step: -1.0 if step == 4 else 1.0)
     schedule = build_schedule(wrong, TrainConfig(max_duration="10st"), steps_per_epoch=5)

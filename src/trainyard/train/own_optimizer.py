@@ -75,8 +75,9 @@ def build_own_schedule(
     )
     if not callable(factor):
         raise UserError(f"{where} returned {describe_value(factor)}; expected {_FACTOR}.")
-    schedule = partial(_compute_factor, factor, where)
-    for step in (0, max(1, total_steps or 1) - 1):
+    last = math.inf if total_steps is None else max(1, total_steps) - 1
+    schedule = partial(_compute_factor, factor, where, last)
+    for step in (0, 0 if total_steps is None else total_steps):
         schedule(step)
     # A length in minutes needs schedule.name=constant, because the other shapes need the number of steps.
     _refuse_unread(where, "schedule", config.schedule, read if total_steps is not None else read | {"name"})
@@ -144,7 +145,8 @@ def _check_groups(
             )
 
 
-def _compute_factor(factor: Callable[[int], Any], where: str, step: int) -> float:
+def _compute_factor(factor: Callable[[int], Any], where: str, last: float, step: int) -> float:
+    step = int(min(step, last))  # `doctor` takes more steps than a short run has
     value = factor(step)
     try:
         number = float(value)
