@@ -29,6 +29,7 @@ from trainyard.train.module import DataInfo
 from trainyard.train.recorder import Recorder
 from trainyard.train.run_context import RunContext
 from trainyard.train.run_state import prepare_state
+from trainyard.train.schedule import build_schedule
 from trainyard.train.stop import RuntimeLimit, Stop, StopFlag
 from trainyard.train.trainer import Trainer
 from trainyard.train.world import World
@@ -163,7 +164,8 @@ def train(
     resume_at = None if metrics_position is None else state.progress.step
     with closing(Recorder(run, trackers=(), config={}, resume_at=resume_at)) as recorder:
         unlimited = RuntimeLimit(None, started=0)
-        trainer = Trainer(context, state, recorder, stop, limit or unlimited, device.make_event)
+        schedule = build_schedule(module, config, steps_per_epoch=len(context.orders(0)))
+        trainer = Trainer(context, state, schedule, recorder, stop, limit or unlimited, device.make_event)
         read = trainer.loader.train
 
         def read_late(*args: Any, **options: Any) -> Iterator[MicroBatch]:

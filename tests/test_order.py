@@ -3,10 +3,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainyard.config.settings import DataSettings, TrainConfig
 from trainyard.data.order import (
     EpochOrder,
     bucket_by_length,
+    draw_by_weight,
     group_by_identity,
+    order_epoch,
     shuffle,
     split_into_micro_batches,
     take_rank_share,
@@ -33,6 +36,43 @@ def test_an_epoch_in_buckets_contains_each_sample_exactly_once(n, batch, seed, e
     read = list_batches(order)
     assert [len(b) for b in read[:-1]] == [batch] * (len(read) - 1)
     assert sorted(i for b in read for i in b.tolist()) == ids.tolist()
+
+
+@given(
+    weight=st.lists(st.sampled_from([0.0, 0.1, 1 / 3, 1.0, 7.0]), min_size=1, max_size=200).filter(any),
+    batch=st.integers(1, 50),
+    seed=st.integers(0, 2**40),
+    epoch=st.integers(0, 1000),
+)
+def test_a_weighted_epoch_draws_each_sample_by_its_share_rounded_down_or_up(weight, batch, seed, epoch):
+    n, ids = len(weight), 7 * np.arange(len(weight)) + 3
+    order = draw_by_weight(ids, np.array(weight), seed=seed, epoch=epoch, global_batch_size=batch)
+    assert len(order.ids) == n and set(order.ids.tolist()) <= set(ids.tolist())
+    counts, expected = np.array([(order.ids == i).sum() for i in ids]), n * np.array(weight) / sum(weight)
+    assert (abs(counts - expected) < 1 + 1e-9).all() and not counts[np.array(weight) == 0].any()
+    again = draw_by_weight(ids, np.array(weight), seed=seed, epoch=epoch, global_batch_size=batch)
+    assert np.array_equal(order.ids, again.ids)
+
+
+def test_weighted_epochs_draw_other_remainders_and_ranks_share_them_without_loss():
+    weight = np.random.default_rng(0).random(100)
+    drawn = [draw_by_weight(np.arange(100), weight, seed=3, epoch=epoch, global_batch_size=12) for epoch in range(2000)]
+    counts = np.mean([np.bincount(order.ids, minlength=100) for order in drawn], axis=0)
+    assert np.allclose(counts, 100 * weight / weight.sum(), atol=0.06), "0.06: five standard errors of a coin"
+    for world_size in (1, 2, 3, 7):
+        shares = [
+            take_rank_share(batch, rank=rank, world_size=world_size)
+            for batch in list_batches(drawn[0])
+            for rank in range(world_size)
+        ]
+        assert np.array_equal(np.concatenate(shares), drawn[0].ids)
+
+
+@pytest.mark.parametrize("values", [[0.0, 0.0], [1.0, -1.0], [1.0, np.nan], [1.0, np.inf]])
+def test_weights_that_are_none_are_refused(values):
+    config = TrainConfig(data=DataSettings(order="weighted", order_by="rarity"))
+    with pytest.raises(UserError, match=r"data\.order_by=rarity: .* in the training split; expected weights"):
+        order_epoch(np.arange(2), {"rarity": np.array(values)}, config, epoch=0)
 
 
 def test_buckets_contain_similar_lengths_in_an_order_that_changes_each_epoch():

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +33,9 @@ from trainyard.train.determinism import choose_determinism
 from trainyard.train.heartbeat import Heartbeat
 from trainyard.train.meters import read_peak_memory_gib
 from trainyard.train.precision import allow_nondeterministic_operators, make_autocast, read_capability
-from trainyard.train.run_context import TRAIN, RunContext, compute_total_steps, make_loader, read_one_step
+from trainyard.train.run_context import TRAIN, RunContext, make_loader, read_one_step
 from trainyard.train.run_state import prepare_state
-from trainyard.train.schedule import compute_lr_factor
+from trainyard.train.schedule import build_schedule
 from trainyard.train.step import StepResult, TrainState, train_step
 from trainyard.train.world import World
 
@@ -65,8 +65,7 @@ class PresetSteps:
 
     context: RunContext
     state: TrainState
-    total_steps: int | None
-    steps_per_epoch: int
+    schedule: Callable[[int], float]
 
     def open_stream(self, *, parts: int = 1) -> Stream:
         """Return the loader's stream of micro-batches, from the first on; close it.
@@ -107,16 +106,10 @@ class PresetSteps:
     def take_step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Take the next optimizer step, with the learning rate that a run would have."""
         context, progress = self.context, self.state.progress
-        factor = compute_lr_factor(
-            progress.step,
-            context.config.schedule,
-            total_steps=self.total_steps,
-            steps_per_epoch=self.steps_per_epoch,
-        )
         result = train_step(
             self.state,
             micro_batches,
-            lr=context.config.optimizer.lr * factor,
+            lr=self.schedule(progress.step),
             world_size=1,
             seed=context.config.seed,
             clip_grad_norm=context.config.clip_grad_norm,
@@ -211,8 +204,8 @@ def open_preset(
             context = _build_context(run, config, sizes, world or World())
             closed.enter_context(closing(context.data))
         state, _ = prepare_state(context)
-        count = len(context.orders(0))
-        steps = PresetSteps(context, state, compute_total_steps(config, count), count)
+        schedule = build_schedule(state.module, config, steps_per_epoch=len(context.orders(0)))
+        steps = PresetSteps(context, state, schedule)
         steps.choose_determinism()
         yield steps
 

@@ -97,10 +97,11 @@ def _refuse_if_out_of_patience(run: Path, old: TrainConfig, new: TrainConfig, st
 def _list_differences(run: Path, old: TrainConfig, step: int, steps_per_epoch: int | None) -> list[str]:
     """Return why the run at `step` differs from one that was planned to be longer."""
     found = []
-    if old.schedule.name in KNOW_THE_END:
+    own = read_env(run).get("choices", {}).get("schedule", {}).get("reason")
+    if own or old.schedule.name in KNOW_THE_END:
         found.append(
-            f"schedule.name={old.schedule.name} ends where the run ends, so its learning rates so far are of the "
-            "shorter run, and from here on they follow the longer one's"
+            f"{f'{own} may end' if own else f'schedule.name={old.schedule.name} ends'} where the run ends, so its "
+            "learning rates so far are of the shorter run, and from here on they follow the longer one's"
         )
     if not read_run(run).is_done:
         return found

@@ -69,10 +69,13 @@ class DataSettings:
     )
     order: str = option(
         "shuffle",
-        "order of an epoch: each sample once, identities x samples, or each once in batches of similar length",
-        choices=("shuffle", "pxk", "buckets"),
+        "order of an epoch: each sample once, identities x samples, each once in batches of similar length, or drawn "
+        "by weight, as many as there are samples",
+        choices=("shuffle", "pxk", "buckets", "weighted"),
     )
-    order_by: str = option("", "column with the identity of a sample, for order=pxk, or its length, for order=buckets")
+    order_by: str = option(
+        "", "column with the identity of a sample, for order=pxk, its length, for buckets, or its weight, for weighted"
+    )
     samples_per_identity: int = option(4, "K of order=pxk", low=2)
     decode: str = option(
         "auto",

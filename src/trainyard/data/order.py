@@ -69,7 +69,7 @@ def order_epoch(
     """Order an epoch as `data.order` says.
 
     Raises:
-        UserError: there is no column `data.order_by`, or the global batch size does not suit the order.
+        UserError: there is no column `data.order_by`, or it or the global batch size does not suit the order.
     """
     seed, size, by = config.seed, config.global_batch_size, config.data.order_by
     if config.data.order == "shuffle":
@@ -79,6 +79,13 @@ def order_epoch(
     values = columns[by][train_ids]
     if config.data.order == "buckets":
         return bucket_by_length(train_ids, values, seed=seed, epoch=epoch, global_batch_size=size)
+    if config.data.order == "weighted":
+        if not (np.isfinite(values).all() and values.min() >= 0 and values.max() > 0):
+            raise UserError(
+                f"data.order_by={by}: {values.min():g} to {values.max():g} in the training split; expected weights: "
+                "finite numbers from 0, and one of them above 0."
+            )
+        return draw_by_weight(train_ids, values, seed=seed, epoch=epoch, global_batch_size=size)
     k = config.data.samples_per_identity
     return group_by_identity(train_ids, values, samples_per_identity=k, seed=seed, epoch=epoch, global_batch_size=size)
 
@@ -144,6 +151,25 @@ def bucket_by_length(
     mixed = mixed[np.lexsort((length[mixed], pool))]
     batches = rng.permutation(mixed.reshape(-1, size))
     return EpochOrder(train_ids[np.concatenate([batches.reshape(-1), rest])], size)
+
+
+def draw_by_weight(
+    train_ids: np.ndarray, weight: np.ndarray, *, seed: int, epoch: int, global_batch_size: int
+) -> EpochOrder:
+    """Order an epoch of n draws so that samples are in it in proportion to their weights.
+
+    Coverage: a sample is drawn n times its share of all weights, rounded down or up at random (systematic sampling,
+    Madow 1949), so with equal weights each exactly once.
+
+    Args:
+        train_ids: (n,) int64 sample ids.
+        weight: (n,) from 0, not all 0.
+    """
+    rng, n = _make_generator(seed, epoch), len(train_ids)
+    ends = np.cumsum(weight, dtype=np.float64)
+    drawn = np.searchsorted(ends / ends[-1] * n, np.arange(n) + rng.random(), side="right")
+    last = np.flatnonzero(weight)[-1]  # which n - 1 and a number that rounds to 1 would pass
+    return EpochOrder(rng.permutation(train_ids[drawn.clip(max=last)]), global_batch_size)
 
 
 def take_rank_share(batch_ids: np.ndarray, *, rank: int, world_size: int) -> np.ndarray:

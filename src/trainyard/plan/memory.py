@@ -292,7 +292,6 @@ _WITHOUT_EFFECT = (
     "schedule.",
     "optimizer.lr",
     "optimizer.weight_decay",
-    "optimizer.beta2",
     "clip_grad_norm",
     "max_duration",
     "monitor",

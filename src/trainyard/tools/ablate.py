@@ -22,6 +22,7 @@ from trainyard.measure import Ratio
 from trainyard.report.figures import BLUE, SERIES, draw_figure
 from trainyard.text import align_columns, find_nearest, format_duration, format_size
 from trainyard.tools.naive_loop import Loop, LoopRunner, Turn
+from trainyard.train.own_optimizer import is_own
 from trainyard.train.precision import read_capability
 from trainyard.train.run_context import TRAIN, VALIDATION
 
@@ -107,6 +108,7 @@ def list_switches(runner: LoopRunner, naive: Loop, full: Loop, environ: Mapping[
     split = naive.micro_batch < full.micro_batch
     indivisible = "" if split else f"a micro-batch of {full.micro_batch} cannot be divided"
     unset = "" if len(runner.eval_ids) else "the job has no validation set"
+    own = "the family brings its own optimizer" if is_own(module, "build_optimizer") else ""
     workers = {"workers": full.workers}
     return [
         Switch("worker processes", workers),
@@ -141,7 +143,7 @@ def list_switches(runner: LoopRunner, naive: Loop, full: Loop, environ: Mapping[
             missing=indivisible,
         ),
         Switch("activation checkpointing", {"recompute": True}, missing=layers),
-        Switch("fused optimizer", {"fused": True}),
+        Switch("fused optimizer", {"fused": True}, missing=own),
         Switch("zero_grad(set_to_none)", {"set_to_none": True}),
         Switch(
             f"loss read every {full.log_every} steps",

@@ -29,7 +29,8 @@ from trainyard.text import join_names, quote_path
 from trainyard.tools.exact_runs import RunsDiffer, compare_runs
 from trainyard.train.contract import build_module, compute_first_losses, try_predict
 from trainyard.train.module import DataInfo, TrainModule
-from trainyard.train.step import TrainState, make_optimizer, train_step
+from trainyard.train.own_optimizer import is_own
+from trainyard.train.step import TrainState, build_optimizer, train_step
 
 STEPS = 12  # on one batch, in which the loss falls by a tenth
 
@@ -194,14 +195,15 @@ def check_splits(family: Family) -> None:
 
 
 def check_loss(family: Family) -> None:
-    """Check that the loss falls on one batch, at a learning rate of 0.003."""
+    """Check that the loss falls on one batch, at a learning rate of 0.003, or that of the family's own optimizer."""
     micro = family.read_micro_batch()
     module = family.build()
-    optimizer = make_optimizer(module, family.config.optimizer)
+    optimizer = build_optimizer(module, family.config)
     state = TrainState(module, module, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, 0.0)
+    lr = family.config.optimizer.lr if is_own(module, "build_optimizer") else 3e-3
     losses = []
     for _ in range(STEPS):
-        found = train_step(state, [micro], lr=3e-3, world_size=1, seed=0, clip_grad_norm=1.0, autocast=nullcontext)
+        found = train_step(state, [micro], lr=lr, world_size=1, seed=0, clip_grad_norm=1.0, autocast=nullcontext)
         losses.append(float(found.losses["loss"]))
         state.progress.step = 1  # what is said of a first step is said once
     _expect(

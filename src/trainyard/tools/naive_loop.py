@@ -23,6 +23,7 @@ from trainyard.data.order import EpochOrder
 from trainyard.data.shards import ShardSet
 from trainyard.tools.trial import Trial
 from trainyard.train.compiled_layers import compile_layers
+from trainyard.train.own_optimizer import is_own
 from trainyard.train.precision import allow_nondeterministic_operators, set_switches
 from trainyard.train.run_context import VALIDATION
 from trainyard.train.run_state import build_state
@@ -256,7 +257,7 @@ class LoopRunner:
         state = build_state(module, replace(context.config, ema_decay=0.0, swa=False), scaler=scaler)
         if loop.compile and not compile_layers(module):
             state.model = torch.compile(module)
-        if not loop.fused:
+        if not loop.fused and not is_own(module, "build_optimizer"):
             groups = list_groups(module, context.config.optimizer.weight_decay)
             known = inspect.signature(type(state.optimizer)).parameters
             settings = {name: v for name, v in state.optimizer.defaults.items() if name in known} | {"fused": None}

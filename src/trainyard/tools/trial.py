@@ -19,9 +19,9 @@ from trainyard.train import distributed
 from trainyard.train.determinism import choose_determinism
 from trainyard.train.heartbeat import Heartbeat
 from trainyard.train.precision import make_autocast
-from trainyard.train.run_context import RunContext, compute_total_steps, make_loader, read_one_step
+from trainyard.train.run_context import RunContext, make_loader, read_one_step
 from trainyard.train.run_state import prepare_state
-from trainyard.train.schedule import compute_lr_factor
+from trainyard.train.schedule import build_schedule
 from trainyard.train.step import StepResult, TrainState, train_step
 from trainyard.train.world import World
 
@@ -37,6 +37,12 @@ class Trial:
     def loader(self) -> Loader:
         """This rank's loader."""
         return make_loader(self.context)
+
+    @cached_property
+    def schedule(self) -> Callable[[int], float]:
+        """The learning rate of a step."""
+        context = self.context
+        return build_schedule(self.state.module, context.config, steps_per_epoch=len(context.orders(0)))
 
     @property
     def autocast(self) -> Callable[[], AbstractContextManager[None]]:
@@ -65,17 +71,11 @@ class Trial:
     def take_step(self, micro_batches: Iterator[MicroBatch] | list[MicroBatch]) -> StepResult:
         """Take an optimizer step, with the learning rate that a run would have."""
         context, progress = self.context, self.state.progress
-        config, steps_per_epoch = context.config, len(context.orders(0))
-        factor = compute_lr_factor(
-            progress.step,
-            config.schedule,
-            total_steps=compute_total_steps(config, steps_per_epoch),
-            steps_per_epoch=steps_per_epoch,
-        )
+        config = context.config
         result = train_step(
             self.state,
             micro_batches,
-            lr=config.optimizer.lr * factor,
+            lr=self.schedule(progress.step),
             world_size=context.world.world_size,
             seed=config.seed,
             clip_grad_norm=config.clip_grad_norm,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from trainyard.config.settings import TrainConfig
 from trainyard.data.shards import ShardSet
 from trainyard.data.store import has_inputs
 
@@ -295,6 +296,37 @@ class TrainModule(nn.Module):
             {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         ]
+
+    def build_optimizer(self, groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
+        """Return the optimizer, for families that bring their own: `optimizer.name` then decides nothing.
+
+        Gradients are clipped before its step. With `fused=True`, the device skips a step whose gradient is not finite;
+        of an optimizer without such kernels, the host waits for the gradient's norm in each step. Anything random in
+        its step would differ between ranks.
+
+        What changes from step to step belongs into its `state` and its groups, as tensors, numbers and text: a
+        checkpoint has these alone.
+
+        Args:
+            groups: those of `parameter_groups`; pass the optimizer all of them, and lr=config.optimizer.lr. Each step
+                sets a group's "lr" to that, times the schedule, times the group's "lr_scale".
+            config: an option `optimizer.*` that is not read from it, and is not at its default, is refused. Of
+                weight_decay, which the groups have, it is enough that it is among the optimizer's defaults.
+        """
+        raise NotImplementedError
+
+    def build_schedule(
+        self, config: TrainConfig, *, total_steps: int | None, steps_per_epoch: int
+    ) -> Callable[[int], float]:
+        """Return the learning rate of a step, from 0, divided by its peak: for families that bring their own schedule.
+
+        It is a function of the step alone, so a resume needs nothing else. `schedule.name` then decides nothing.
+
+        Args:
+            config: an option `schedule.*` that is not read from it, and is not at its default, is refused.
+            total_steps: of the run; None if max_duration is a time, which needs schedule.name=constant.
+        """
+        raise NotImplementedError
 
     def sparse_gradients(self) -> dict[str, int]:
         """Return parameters whose gradient is 0 in most rows: name -> a bound on the other rows of a global batch.

@@ -1,5 +1,6 @@
 """Builds the state of a run, encodes it for a checkpoint and restores it from one."""
 
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -22,14 +23,15 @@ from trainyard.train.best import Plateau
 from trainyard.train.compiled_layers import begin_step_of_graphs, compile_layers
 from trainyard.train.data_parallel import wrap_in_ddp
 from trainyard.train.module import TrainModule
+from trainyard.train.own_optimizer import is_own
 from trainyard.train.run_context import RunContext
 from trainyard.train.step import (
     Progress,
     StepLosses,
     TrainState,
+    build_optimizer,
     copy_for_average,
     enable_activation_checkpointing,
-    make_optimizer,
     refuse_recounted_statistics,
 )
 from trainyard.train.swa import WeightAverage
@@ -85,7 +87,7 @@ def build_state(module: TrainModule, config: TrainConfig, *, scaler: torch.amp.G
     return TrainState(
         module=module,
         model=module,
-        optimizer=make_optimizer(module, config.optimizer),
+        optimizer=build_optimizer(module, config),
         scaler=scaler,
         ema=copy_for_average(module) if config.ema_decay else None,
         ema_decay=config.ema_decay,
@@ -145,8 +147,9 @@ def restore_state(state: TrainState, saved: Mapping[str, Any], *, fingerprint: s
     with refuse_misfit(path):
         state.module.load_state_dict(saved["model"])
         state.optimizer.load_state_dict(saved["optimizer"])
-        _check_moments(state.optimizer)
-        _lay_out_moments(state.optimizer)
+        if not is_own(state.module, "build_optimizer"):
+            _check_moments(state.optimizer)
+        _restore_moments(state.optimizer, saved["optimizer"])
         if saved["scaler"]:  # empty if it was saved with a precision that needs no loss scaling
             state.scaler.load_state_dict(saved["scaler"])
         if state.ema is not None:
@@ -220,15 +223,26 @@ def _check_moments(optimizer: torch.optim.Optimizer) -> None:
                 raise ValueError(f"'{name}' has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
 
 
-def _lay_out_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give the statistics of each parameter its strides: fused kernels go through memory, not through indices.
+def _restore_moments(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Give the statistics of each parameter its strides, and their own data types, which torch does not keep.
 
-    They come with those of the hardware that saved them, where convolution weights may have been NHWC.
+    Fused kernels go through memory, not through indices, and the strides come from the hardware that saved them, where
+    convolution weights may have been NHWC.
     """
-    for parameter, statistics in optimizer.state.items():
+    held, numbers = (
+        itertools.chain.from_iterable(group["params"] for group in groups)
+        for groups in (optimizer.param_groups, saved["param_groups"])
+    )
+    for parameter, number in zip(held, numbers, strict=True):
+        statistics = optimizer.state.get(parameter, {})
         for name, value in statistics.items():
-            if isinstance(value, Tensor) and value.ndim and value.stride() != parameter.stride():
-                statistics[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+            source = saved["state"][number][name]
+            if not isinstance(value, Tensor):
+                continue
+            if source.shape == parameter.shape and source.stride() != parameter.stride():
+                statistics[name] = torch.empty_like(parameter, dtype=source.dtype).copy_(source)
+            elif value.dtype != source.dtype:
+                statistics[name] = source.to(parameter.device)
 
 
 def _build_model(context: RunContext, module: TrainModule) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:

@@ -2,12 +2,29 @@
 
 import bisect
 import math
+from collections.abc import Callable
+from functools import partial
 
 from trainyard.config.duration import Duration
-from trainyard.config.settings import ScheduleSettings
+from trainyard.config.settings import ScheduleSettings, TrainConfig
+from trainyard.train.module import TrainModule
+from trainyard.train.own_optimizer import build_own_schedule, is_own
+from trainyard.train.run_context import compute_total_steps
 
 _ONE_CYCLE_START = 1 / 25  # of the peak, as in Smith and Topin 2017 (arXiv:1708.07120) and torch's OneCycleLR
 _ONE_CYCLE_WARMUP = 0.3  # share of the run, if `warmup` is empty
+
+
+def build_schedule(module: TrainModule, config: TrainConfig, *, steps_per_epoch: int) -> Callable[[int], float]:
+    """Return the learning rate as a function of the step: the family's own schedule, or else that of the options."""
+    total_steps = compute_total_steps(config, steps_per_epoch)
+    if is_own(module, "build_schedule"):
+        factor = build_own_schedule(module, config, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
+    else:
+        factor = partial(
+            compute_lr_factor, schedule=config.schedule, total_steps=total_steps, steps_per_epoch=steps_per_epoch
+        )
+    return lambda step: config.optimizer.lr * factor(step)
 
 
 def compute_lr_factor(step: int, schedule: ScheduleSettings, *, total_steps: int | None, steps_per_epoch: int) -> float:

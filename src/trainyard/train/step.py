@@ -1,7 +1,6 @@
 """One optimizer step, and the state it changes."""
 
 import inspect
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
-from trainyard.config.settings import OptimizerSettings
+from trainyard.config.settings import OptimizerSettings, TrainConfig
 from trainyard.data.loader import MicroBatch
 from trainyard.errors import UserError
 from trainyard.text import join_names
@@ -24,8 +23,9 @@ from trainyard.train.best import Plateau
 from trainyard.train.contract import check_gradients, compute_first_losses, copy_module
 from trainyard.train.data_parallel import BatchNorm, leave_out_of_statistics
 from trainyard.train.distributed import average_rows
-from trainyard.train.module import TrainModule
+from trainyard.train.module import TrainModule, has_values
 from trainyard.train.out_of_memory import name_phase
+from trainyard.train.own_optimizer import build_own_optimizer, check_kept_state, copy_attributes, is_own
 from trainyard.train.swa import WeightAverage
 
 _LISTED_DIGITS = 6  # of a listed loss: float32 has seven, and a curve shows three
@@ -123,9 +123,9 @@ def train_step(
     ranks, all-reduces once per step, with the last micro-batch; sparse gradients follow.
 
     Whether the gradient is finite is decided on the device: the fused optimizers skip their update if `found_inf` is
-    1. Nothing here waits for the device. A skipped step changes nothing: buffers, too, are put back, because a forward
-    pass that overflows leaves NaN in batch statistics. Only loss scaling continues after a skipped step, so only it
-    pays for that.
+    1. Nothing here waits for the device, unless a family's own optimizer cannot do that. A skipped step changes
+    nothing: buffers, too, are put back, because a forward pass that overflows leaves NaN in batch statistics. Only loss
+    scaling continues after a skipped step, so only it pays for that.
     """
     for group in state.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
@@ -135,7 +135,11 @@ def train_step(
         check_gradients(state.module, world_size=world_size)
     for name, most in state.module.sparse_gradients().items():
         average_rows(cast(Tensor, state.module.get_parameter(name).grad), most=most)
+    is_tried = state.progress.step == 0 and is_own(state.module, "build_optimizer")
+    attributes = copy_attributes(state.optimizer) if is_tried else {}
     norm, skipped = update_weights(state, clip_grad_norm=clip_grad_norm, buffers=buffers)
+    if is_tried:
+        check_kept_state(state.module, state.optimizer, attributes)
     return StepResult(losses, norm, skipped, wait_s)
 
 
@@ -180,8 +184,12 @@ def update_weights(
         state.scaler.unscale_(state.optimizer)  # clip true gradients, not scaled ones
         norm = clip_grad_norm_(state.module.parameters(), clip_grad_norm or float("inf"))
         skipped = torch.isfinite(norm).logical_not().float()
-        state.optimizer.found_inf = skipped  # type: ignore[attr-defined]
-        state.optimizer.step()  # not through the scaler, which looks at each number alone: their norm may overflow, too
+        # Not through the scaler, which looks at each number alone: their norm may overflow, too.
+        if _can_skip(state.optimizer):
+            state.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+            state.optimizer.step()
+        elif not has_values(skipped) or not skipped.item():
+            state.optimizer.step()
         state.scaler.update()
         _put_back_buffers(buffers, skipped)
         if state.ema is not None:
@@ -189,21 +197,40 @@ def update_weights(
     return norm, skipped
 
 
-def make_optimizer(module: TrainModule, settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Build the optimizer, always fused: only fused kernels can skip a step by a value on the device.
+def build_optimizer(module: TrainModule, config: TrainConfig) -> torch.optim.Optimizer:
+    """Build the family's own optimizer, or else that of the options."""
+    if not is_own(module, "build_optimizer"):
+        return make_optimizer(module, config.optimizer)
+    return _fill_momentum(build_own_optimizer(module, list_groups(module, config.optimizer.weight_decay), config))
 
-    The momentum of SGD begins at 0. Torch would take uninitialised memory and fill it in the first step, which may be
-    skipped.
-    """
+
+def make_optimizer(module: TrainModule, settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """Build the optimizer, always fused: only fused kernels can skip a step by a value on the device."""
     groups: Any = list_groups(module, settings.weight_decay)
     if settings.name == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=settings.lr, momentum=settings.beta1, fused=True)
-        if settings.beta1:
-            for parameter in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return optimizer
+        return _fill_momentum(torch.optim.SGD(groups, lr=settings.lr, momentum=settings.beta1, fused=True))
     kind = torch.optim.AdamW if settings.name == "adamw" else torch.optim.Adam
     return kind(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), fused=True)
+
+
+def _fill_momentum(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Make the momentum of fused SGD begin at 0.
+
+    torch would take uninitialised memory and fill it in the first step, which may be skipped.
+    """
+    if isinstance(optimizer, torch.optim.SGD) and _can_skip(optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"] if group["momentum"] else ():
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+def _can_skip(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's kernels skip their update if `found_inf` is 1.
+
+    Not SGD with dampening: torch leaves it out in the first step, so its momentum cannot begin at 0.
+    """
+    return all(group.get("fused") and not group.get("dampening") for group in optimizer.param_groups)
 
 
 def list_groups(module: TrainModule, weight_decay: float) -> list[dict[str, Any]]:

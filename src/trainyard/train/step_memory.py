@@ -146,6 +146,9 @@ def predict_step(
         batch: alive during the whole step; each micro-batch of the step is this one.
         micro_batches: of a step.
     """
+    for group in state.optimizer.param_groups:
+        if on_gpu and not group.get("fused") and group.get("foreach", False) is None:
+            group["foreach"] = True  # torch's default on a GPU: it makes temporary tensors of all parameters at once
     _create_moments(state.optimizer)
     storages = LiveStorages(block_bytes=GPU_BLOCK_BYTES if on_gpu else 1)
     copies = [copy for copy in (state.ema, state.swa.module if state.swa else None) if copy is not None]
@@ -258,10 +261,9 @@ _FLOAT32_ON_GPU = frozenset(_NAMES.split())
 
 
 def _create_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Create what Adam creates in its first step, so that the step that is counted is one of the many after it."""
-    if isinstance(optimizer, torch.optim.SGD):
-        return  # `make_optimizer` has created it
+    """Create what the optimizer creates in its first step: the step that is counted is one of the many after it."""
     for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
         parameter.grad = torch.empty_like(parameter)
-    optimizer.step()
+    with LiveStorages(block_bytes=1):  # which leaves out what torch cannot run
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)

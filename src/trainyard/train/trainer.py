@@ -47,6 +47,7 @@ from trainyard.train.meters import (
 )
 from trainyard.train.module import DataInfo, Rows, TrainModule
 from trainyard.train.out_of_memory import BATCH_STATISTICS, explain_out_of_memory, name_phase
+from trainyard.train.own_optimizer import describe_own
 from trainyard.train.recorder import Recorder, open_recorder, write_report_figures
 from trainyard.train.run_context import (
     TRAIN,
@@ -60,7 +61,7 @@ from trainyard.train.run_context import (
 )
 from trainyard.train.run_state import prepare_state, refuse_misfit
 from trainyard.train.saver import Saver
-from trainyard.train.schedule import compute_lr_factor
+from trainyard.train.schedule import build_schedule
 from trainyard.train.step import StepResult, TrainState, train_step
 from trainyard.train.stop import RuntimeLimit, Stop, StopFlag
 from trainyard.train.world import World
@@ -76,9 +77,10 @@ def fit(context: RunContext, *, stop: StopFlag, limit: RuntimeLimit) -> Stop:
         UserError: the checkpoint belongs to other data, gradients are not finite, or saving fails.
     """
     state, metrics_position = prepare_state(context)
+    schedule = build_schedule(state.module, context.config, steps_per_epoch=len(context.orders(state.progress.epoch)))
     recorder = open_recorder(context, state.progress, metrics_position) if context.world.is_main else None
     try:
-        return Trainer(context, state, recorder, stop, limit, choose_event_type(context.device)).run()
+        return Trainer(context, state, schedule, recorder, stop, limit, choose_event_type(context.device)).run()
     except Exception as error:
         is_handled = isinstance(error, OutOfDeviceMemory) and error.next_micro_batch_size
         if recorder is not None and not is_handled:
@@ -99,6 +101,7 @@ class Trainer:
         self,
         context: RunContext,
         state: TrainState,
+        schedule: Callable[[int], float],
         recorder: Recorder | None,
         stop: StopFlag,
         limit: RuntimeLimit,
@@ -109,7 +112,7 @@ class Trainer:
         self.autocast = precision.make_autocast(context.precision, context.device)
         self.loader = make_loader(context)
         self.micro_batch_size, self.eval_batch_size = context.micro_batch_size, context.eval_batch_size
-        self.order = context.orders(state.progress.epoch)
+        self.order, self.schedule = context.orders(state.progress.epoch), schedule
         if state.progress.batches_done >= len(self.order):
             raise CheckpointError(
                 f"{context.run}/checkpoints: the newest is in batch {state.progress.batches_done} of an epoch of "
@@ -242,7 +245,8 @@ class Trainer:
             if findings.operators:
                 self._log_event("nondeterministic", operators=findings.operators)
         sampling = {"sampling": describe_sampling(context.device)} if self.state.module.samples_maps else {}
-        for name, choice in (describe_determinism(findings) | sampling).items():
+        own = describe_own(self.state.module, self.state.optimizer)
+        for name, choice in (describe_determinism(findings) | sampling | own).items():
             self._record_choice(name, choice)
             logger.info("{:<16} {}  ({})", name, *choice)
         return itertools.chain(peeked, stream)
@@ -253,7 +257,7 @@ class Trainer:
         result = train_step(
             self.state,
             self.meter.watch(self._touch_heartbeat(read_one_step(stream, progress.samples_seen, self.context.device))),
-            lr=self._compute_lr(),
+            lr=self.schedule(self.state.progress.step),
             world_size=self.context.world.world_size,
             seed=self.config.seed * 1_000_003 + self.context.world.rank,
             clip_grad_norm=self.config.clip_grad_norm,
@@ -282,15 +286,6 @@ class Trainer:
     def _settle(self) -> None:
         """Wait for the device, so that the time of every step so far is known."""
         self.state.progress.train_s += self.meter.settle()
-
-    def _compute_lr(self) -> float:
-        factor = compute_lr_factor(
-            self.state.progress.step,
-            self.config.schedule,
-            total_steps=self.total_steps,
-            steps_per_epoch=len(self.order),
-        )
-        return self.config.optimizer.lr * factor
 
     def _check_finite(self, result: StepResult) -> None:
         """Check the previous step, so that the host never waits for the device."""
