@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainyard.errors import UserError
-from trainyard.files import AppendedFile, open_atomically, open_file, parse_json
+from trainyard.files import DISK_FULL, AppendedFile, open_atomically, open_file, parse_json
 
 TIMING_KEYS = frozenset(
     {"samples_per_s", "step_ms", "data_wait_ms", "idle_ms", "compute_ms", "memory_gib", "elapsed_s", "seconds"}
@@ -204,6 +204,8 @@ def _open_lines(path: Path) -> Iterator[BinaryIO]:
             file.seek(0)
             yield file
     except OSError as error:
+        if error.errno in DISK_FULL:  # of what the block writes: no reading needs room
+            raise
         raise UserError(f"{path}: cannot be read: {error.strerror}. Put the file itself there.") from None
 
 
