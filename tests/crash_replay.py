@@ -76,11 +76,11 @@ OPTIONS = ("data.synthetic=20", "data.decode=cpu", "max_duration=7st", "eval_eve
 MODELS = ("journal", "strict")
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 ROWS = (*MODELS, *(f"{errno.errorcode[error]}{more}" for error in ERRORS for more in ("", " from then on")))
-OUTCOMES = ("equal", "refused", "lost", "silent", "traceback")
+OUTCOMES = ("equal", "refused", "lost", "silent", "unclear", "traceback")
 """Equal to a run without a cut; refused with a sentence; equal, but a finished save was lost; different; a traceback.
 
-Of a command during which operations failed, `refused` means that it said so, and that the same command then ended
-equal; `lost`, that it did not.
+Of a command during which operations failed, `refused` means that it named the file and the cause in a sentence, and
+that the same command then ended equal; `lost`, that it did not; `unclear`, that no sentence names both.
 """
 
 
@@ -494,6 +494,7 @@ def digest_run(run: Path) -> str:
     return digest.hexdigest() + ("" if page.exists() else _NO_REPORT)
 
 
+_CAUSE = r"(not written|not saved|no space left|the disk, or the network to it, failed)"
 _NO_REPORT = " without a report"
 
 
@@ -574,6 +575,10 @@ class Laboratory:
         if "the report is not written" in end.said:  # then the run is done without it
             end = end._replace(digest=end.digest.removesuffix(_NO_REPORT))
         outcome = end.judge(self.wanted[recording.name])
+        if outcome == "refused" and not re.search(
+            rf"^Disk(Full|Error): {self.root}/.*{_CAUSE}", end.said, re.MULTILINE
+        ):
+            return "unclear", end
         if outcome == "refused":
             again = self.call(recording, recording.words)
             found = again.judge(self.wanted[recording.name])
