@@ -71,7 +71,7 @@ def test_the_replay_notices_that_checkpoints_are_not_flushed():
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_power_cuts_and_failing_operations_end_equal_or_with_a_sentence():
-    done = replay("--seconds", "540", timeout_s=1100)
+    done = replay("--seconds", "1000", "--most", "96", timeout_s=1100)
     table = read_table(done.stdout)
     assert done.returncode == 0, done.stdout
     assert len(table) == 6 * 8 and all(int(line["tried"]) for line in table), done.stdout
