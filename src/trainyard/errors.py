@@ -112,7 +112,7 @@ def explain_address_limit(error: BaseException) -> str:
         return ""
     return (
         f"{said}: this shell allows a process {limit / 2**30:.1f} GiB of address space (ulimit -v), and training "
-        "reserves more than it uses. Raise it: ulimit -v unlimited; or train where there is no limit: trainyard submit JOB"
+        "reserves more than it uses. Raise it: ulimit -v unlimited; or train where there is none: trainyard submit JOB"
     )
 
 
