@@ -11,7 +11,7 @@ import pytest
 import torch
 from loguru import logger
 
-from tests.training import FAMILIES, find_differences, load_state, new_run, train
+from tests.training import FAMILIES, find_differences, load_state, new_run, read_run_metrics, train
 from trainyard.cli import main
 from trainyard.config import compose as configs
 from trainyard.config.families import load_family
@@ -19,7 +19,7 @@ from trainyard.data.shards import ShardError, ShardSet
 from trainyard.errors import UserError
 from trainyard.report.run_page import format_summary, write_report
 from trainyard.runs.changes import find_changes, refuse_changes
-from trainyard.runs.events import read_events
+from trainyard.runs.events import read_events, read_metrics, read_sampled_metrics, read_thinned_metrics
 from trainyard.runs.folder import read_env
 from trainyard.runs.manifest import CheckpointError, list_checkpoints
 from trainyard.runs.why import explain_run
@@ -225,6 +225,21 @@ def test_changed_files_are_restored_or_accepted_as_the_message_says(run, capsys)
     config = configs.thaw(run / "config.yaml", FAMILIES)
     assert (config.optimizer.lr, config.eval_batch_size) == (0.02, 7) and find_changes(run) == []
     assert "accepted" in [event["event"] for event in read_events(run)]
+
+
+def test_zeros_that_a_power_cut_left_after_the_last_flush_are_no_damage(run):
+    events, results = read_events(run), read_run_metrics(run)
+    with (run / "events.jsonl").open("ab") as file:
+        file.write(b"\0" * 300 + b'a": "rest"}\n')
+    with (run / "metrics.jsonl").open("ab") as file:  # a train line of which the second page is there
+        file.write(b'{"kind": "train", "step": 99, ' + b"\0" * 300 + b"}\n")
+    metrics = read_metrics(run)
+    assert read_events(run) == events and metrics[-1]["step"] < 99
+    assert read_sampled_metrics(run, most=1000) == metrics
+    assert read_thinned_metrics(run, most=1000) == (metrics, 1)
+    assert train(run) == 0
+    assert b"\0" not in (run / "events.jsonl").read_bytes() + (run / "metrics.jsonl").read_bytes()
+    assert read_run_metrics(run) == results and read_events(run)[: len(events)] == events
 
 
 def test_a_legal_change_of_an_option_is_no_damage(run):

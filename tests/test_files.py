@@ -14,6 +14,7 @@ from trainyard.errors import DiskError, DiskFull, UserError
 from trainyard.files import (
     copy_folder,
     create_folder,
+    fsync_path,
     make_folder_inside,
     name_failed_write,
     name_full_disk,
@@ -55,6 +56,11 @@ def test_a_folder_appears_when_it_is_complete_and_not_at_all_after_an_error(tmp_
     (tmp_path / ".a.b.12.partial").mkdir()  # of a folder that is called a.b
     remove_partial_folders(tmp_path / "a")
     assert (tmp_path / ".a.b.12.partial").exists()
+
+
+def test_a_flush_that_fails_names_the_file():
+    with pytest.raises(OSError, match="'/dev/null'"):
+        fsync_path(Path("/dev/null"))  # which cannot be flushed
 
 
 def test_a_write_that_finds_no_room_names_file_size_and_room(tmp_path):

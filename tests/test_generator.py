@@ -7,6 +7,7 @@ import pytest
 
 from tests.training import FAMILIES
 from trainyard.config.compose import compose
+from trainyard.config.families import load_family
 from trainyard.data.generator import hash_generator, hash_packing
 from trainyard.data.index import read_index
 from trainyard.data.prepare import prepare_data
@@ -55,6 +56,16 @@ def test_another_generator_makes_another_folder_says_why_and_keeps_the_first(tmp
     assert sorted(path.name for path in tmp_path.glob("stripes-synthetic-*")) == sorted([*others, own])
     prepare_data(config, FAMILIES)
     assert sum("synthesizing" in line for line in log) == 2
+
+
+@pytest.mark.slow
+def test_files_that_were_all_drawn_when_power_was_cut_and_not_recorded_are_drawn_again(tmp_path):
+    for family, job, jobs in (("stripes", "stripes", FAMILIES), ("pricing", "pricing_smoke", JOBS)):
+        config = compose(job, [f"data.cache={tmp_path}", "data.synthetic=120"], jobs)
+        drawn = tmp_path / f"{family}-synthetic-120-seed0-{hash_generator(jobs / family)}"
+        load_family(jobs, family, "pack").synthesize(drawn.with_name(f"{drawn.name}.partial"), count=120, seed=0)
+        assert read_index(Path(prepare_data(config, jobs).data.path)).count > 0
+        assert drawn.is_dir() and not drawn.with_name(f"{drawn.name}.partial").exists()
 
 
 @pytest.mark.parametrize("damage", ["empty", "gone", "swapped", "unrecorded"])

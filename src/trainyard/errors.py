@@ -1,6 +1,7 @@
 """The exceptions a user sees as a line of text instead of a traceback, and tracebacks of a family's code."""
 
 import re
+import resource
 import traceback
 
 
@@ -90,13 +91,32 @@ def find_place(error: BaseException) -> str:
 
 
 def format_failure(error: BaseException) -> str:
-    """Return the frames of a family's code and where the exception was raised; of any other, the whole traceback."""
+    """Return the frames of a family's code and where the exception was raised; of any other, the whole traceback.
+
+    Of a limit on memory that the shell set, a sentence.
+    """
+    if limit := explain_address_limit(error):
+        return limit
     frames, last = list_family_frames(error), traceback.extract_tb(error.__traceback__)[-1:]
     if not frames:
         return "".join(traceback.format_exception(error)).rstrip()
     frames += [frame for frame in last if _OWN.search(frame.filename)]
     said = traceback.TracebackException.from_exception(error).format_exception_only()
     return "".join(["In the family's code:\n", *traceback.format_list(frames), *said]).rstrip()
+
+
+def explain_address_limit(error: BaseException) -> str:
+    """Say that a limit on address space (`ulimit -v`) is why there is no memory; "" if it is not."""
+    limit, said = resource.getrlimit(resource.RLIMIT_AS)[0], f"{type(error).__name__}: {error}"
+    if limit == resource.RLIM_INFINITY or not _NO_ADDRESS.search(said):
+        return ""
+    return (
+        f"{said}: this shell allows a process {limit / 2**30:.1f} GiB of address space (ulimit -v), and training "
+        "reserves more than it uses. Raise it: ulimit -v unlimited; or train where there is none: trainyard submit JOB"
+    )
+
+
+_NO_ADDRESS = re.compile(r"^MemoryError|an(no|')t allocate memory|failed to map segment|can't start new thread")
 
 
 def is_library(path: str) -> bool:

@@ -553,7 +553,8 @@ def fsync_path(path: Path) -> None:
     """Flush a file's content, or a directory's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with name_failed_write(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

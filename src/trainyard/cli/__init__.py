@@ -18,7 +18,7 @@ from loguru import logger
 from trainyard import __version__
 from trainyard.cli.verb import Parser, Verbs, choose_families
 from trainyard.config.families import list_roots
-from trainyard.errors import UserError, format_failure, list_family_frames
+from trainyard.errors import UserError, explain_address_limit, format_failure, list_family_frames
 from trainyard.files import report_full_disk
 from trainyard.hardware import set_openmp_wait_policy
 from trainyard.runs.state import ExitCode, choose_exit_code
@@ -77,7 +77,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
         say(f"{type(error).__name__}: {error}", file=sys.stderr)
         return choose_exit_code(error)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) or not list_family_frames(error):
+        if isinstance(error, BrokenPipeError) or not (list_family_frames(error) or explain_address_limit(error)):
             raise
         say(format_failure(error), file=sys.stderr)
         return ExitCode.FAILED

@@ -168,7 +168,7 @@ def _submit_run(chosen: _Chosen, after: Predecessor | None) -> tuple[Path, str]:
         code = submit.snapshot_code(request.jobs_dir, run / "code")
         (job,) = submit.submit(plan, [run], folder=run / "slurm", code=code, packing=packing.plan, after=after)
     except BaseException:
-        shutil.rmtree(run)
+        shutil.rmtree(run, ignore_errors=True)
         raise
     notes = describe_choices(chosen.data, chosen.count, packing, after, chosen.memory)
     say(submit.describe(plan, run, environ=os.environ, **notes))
@@ -195,7 +195,7 @@ def _submit_locally(request: RunRequest, *, cpu_ranks: int) -> int:
         code = submit.snapshot_code(request.jobs_dir, run / "code")
         job = submit.submit_locally(run, ranks=ranks, gpus=min(ranks, len(gpus)), time_min=time_min, code=code)
     except BaseException:
-        shutil.rmtree(run)
+        shutil.rmtree(run, ignore_errors=True)
         raise
     say("\n".join(f"{name:<11} {value}" for name, value in describe_rows(memory=memory).items()))
     _print_submitted(f"process {job} on this machine, {count_nouns(ranks, 'rank')}", run)

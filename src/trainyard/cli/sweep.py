@@ -257,7 +257,7 @@ def _submit_elements(
         )
     except BaseException:
         if packing_run is not None:
-            shutil.rmtree(packing_run)
+            shutil.rmtree(packing_run, ignore_errors=True)
         raise
 
 

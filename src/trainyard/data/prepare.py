@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -359,8 +360,8 @@ def _require_folder(raw: Path, family: Any) -> None:
 def _synthesize_raw(config: TrainConfig, jobs_dir: Path, hook: Callable[[], None]) -> Iterator[Path]:
     """Yield a folder of synthetic raw files, which stays until the block ends, even if `trainyard gc` is asked.
 
-    If it is missing, it is written now, or an interrupted call finished; if its files are not those that were written,
-    it is moved aside, and written again. Costs a reading of all files.
+    If it is missing, it is written now, or an interrupted call finished if the family takes a `hook`; if its files are
+    not those that were written, it is moved aside, and written again. Costs a reading of all files.
 
     Its name says what made it: another generator, or other arguments, write another folder. It is written under a name
     of its own, which a kill leaves, and renamed when complete, whatever the family's `synthesize` does.
@@ -381,6 +382,8 @@ def _synthesize_raw(config: TrainConfig, jobs_dir: Path, hook: Callable[[], None
             remove_partials(unfinished)
             logger.info("synthesizing {} samples into {}{}", config.data.synthetic, raw, _explain_synthesis(raw))
             hooks = {"hook": hook} if "hook" in inspect.signature(synthesize).parameters else {}
+            if not hooks and unfinished.is_dir():  # soon drawn again, and many a family refuses a folder with files
+                shutil.rmtree(unfinished)
             with name_full_disk(raw):
                 synthesize(unfinished, count=config.data.synthetic, seed=config.seed, **hooks)
             write_json(record, _describe_files(unfinished))

@@ -156,12 +156,12 @@ def create(
                 raise UserError(f"{taken}: there is a run of this name. Choose another name for the sweep.")
             write_atomically(folder / FILE, encode_sweep(sweep, root))
         except BaseException:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
             raise
     try:
         create_runs(elements, new, environ=environ, group=group)
     except BaseException:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
     return sweep
 
@@ -185,7 +185,7 @@ def create_runs(
     except BaseException:
         pool.shutdown(cancel_futures=True)
         for created in made:
-            shutil.rmtree(created)
+            shutil.rmtree(created, ignore_errors=True)
         raise
     pool.shutdown()
 

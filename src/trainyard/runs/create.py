@@ -103,7 +103,7 @@ def write_run(
             default = f"{datetime.now():%Y%m%d-%H%M%S}-{(origin.checkout['commit'] or 'nogit')[:7]}"
             return _move_into_place(temporary, name, default=default)
         except BaseException:
-            shutil.rmtree(temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
             raise
 
 

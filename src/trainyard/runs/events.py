@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainyard.errors import UserError
-from trainyard.files import AppendedFile, open_atomically, open_file, parse_json
+from trainyard.files import DISK_FULL, AppendedFile, open_atomically, open_file, parse_json
 
 TIMING_KEYS = frozenset(
     {"samples_per_s", "step_ms", "data_wait_ms", "idle_ms", "compute_ms", "memory_gib", "elapsed_s", "seconds"}
@@ -88,7 +88,7 @@ def read_sampled_metrics(run: Path, *, most: int) -> list[Line]:
         return []
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}. Put the file itself there.") from None
-    lines = [raw for chunk in chunks for raw in chunk]
+    lines = [raw for chunk in chunks for raw in chunk if not _is_lost(raw)]
     places = [place for place, raw in enumerate(lines) if raw.startswith(_TRAIN_LINE)]
     kept = {places[i * (len(places) - 1) // (most - 1)] for i in range(most)} if len(places) > most else set(places)
     is_whole = len(chunks) == 1
@@ -140,17 +140,17 @@ def read_thinned_metrics(run: Path, *, most: int) -> tuple[list[Line], int]:
     train: list[tuple[int, Line]] = []
     every, count, last = 1, 0, (0, b"")
     with _open_lines(path) as file:
-        for number, raw in enumerate(file, start=1):
-            if raw.startswith(_TRAIN_LINE) and raw.endswith(b"}\n"):
+        for number, raw in _number_lines(file):
+            if raw.startswith(_TRAIN_LINE) and raw.endswith(b"}"):
                 if count % every == 0 and len(train) >= most:
                     train, every = train[::2], 2 * every
                 if count % every == 0:
-                    train.append((number, _parse_line(raw[:-1], path, number)))
+                    train.append((number, _parse_line(raw, path, number)))
                 count, last = count + 1, (number, raw)
-            elif raw.endswith(b"\n"):
-                others.append((number, _parse_line(raw[:-1], path, number)))
+            else:
+                others.append((number, _parse_line(raw, path, number)))
     if train and train[-1][0] != last[0]:
-        train.append((last[0], _parse_line(last[1][:-1], path, last[0])))
+        train.append((last[0], _parse_line(last[1], path, last[0])))
     return [line for _, line in sorted([*others, *train], key=lambda entry: entry[0])], every
 
 
@@ -161,7 +161,7 @@ def read_lines(path: Path) -> list[Line]:
         UserError: it cannot be read, or a line is damaged.
     """
     with _open_lines(path) as file:
-        return [_parse_line(raw, path, number) for number, raw in enumerate(_split_lines(file), start=1)]
+        return [_parse_line(raw, path, number) for number, raw in _number_lines(file)]
 
 
 def read_last_lines(path: Path, most: int) -> list[Line]:
@@ -171,7 +171,7 @@ def read_last_lines(path: Path, most: int) -> list[Line]:
         UserError: it cannot be read, or one of these lines is damaged.
     """
     with _open_lines(path) as file:
-        last = deque(enumerate(_split_lines(file), start=1), maxlen=most)
+        last = deque(_number_lines(file), maxlen=most)
     return [_parse_line(raw, path, number) for number, raw in last]
 
 
@@ -204,7 +204,22 @@ def _open_lines(path: Path) -> Iterator[BinaryIO]:
             file.seek(0)
             yield file
     except OSError as error:
+        if error.errno in DISK_FULL:  # of what the block writes: no reading needs room
+            raise
         raise UserError(f"{path}: cannot be read: {error.strerror}. Put the file itself there.") from None
+
+
+def _number_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield the whole lines of a file with their numbers, but for what `_is_lost` tells of."""
+    return ((number, raw) for number, raw in enumerate(_split_lines(file), start=1) if not _is_lost(raw))
+
+
+def _is_lost(line: bytes) -> bool:
+    """Tell whether a power cut took a part of a line: zeros stay where a file has grown and its data were not flushed.
+
+    Nothing of a run that resumes is lost so: metrics are flushed before each checkpoint, and the others written again.
+    """
+    return b"\0" in line
 
 
 def _split_lines(file: BinaryIO) -> Iterator[bytes]:
@@ -268,11 +283,12 @@ def append_event(run: Path, fields: Mapping[str, Any]) -> None:
 def start_new_file(path: Path) -> None:
     """Copy the whole lines of a file, which may not exist, to a new one of its name. For the run's owner only.
 
-    An owner that was replaced while the file system did not answer still writes a line when it wakes up: to the old
-    file. So does one that was killed within a line, whose rest would precede the next line.
+    What a power cut took a part of is left out. An owner that was replaced while the file system did not answer still
+    writes a line when it wakes up: to the old file. So does one that was killed within a line, whose rest would precede
+    the next line.
     """
     with _open_lines(path) as old, open_atomically(path) as new:
-        new.writelines(line for line in old if line.endswith(b"\n"))
+        new.writelines(line for line in old if line.endswith(b"\n") and not _is_lost(line))
 
 
 def drop_torn_tail(path: Path) -> None:
