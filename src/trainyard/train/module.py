@@ -111,7 +111,7 @@ def average_segments(compute: Callable[[Batch], Tensor], batch: Batch, name: str
     """
     wave_BN, hop = batch[name], max(1, frames // 2)
     total = compute({**batch, name: wave_BN[:, :frames]})
-    if wave_BN.shape[1] == frames:
+    if wave_BN.shape[1] <= frames:
         return total
     spare_B, shape = batch[f"{name}_count"] - frames, (-1, *[1] * (total.ndim - 1))
     used_B = torch.ones_like(spare_B)
