@@ -46,7 +46,7 @@ from trainyard.train.meters import (
     read_peak_memory_gib,
 )
 from trainyard.train.module import DataInfo, Rows, TrainModule
-from trainyard.train.out_of_memory import BATCH_STATISTICS, explain_out_of_memory, name_phase
+from trainyard.train.out_of_memory import BATCH_STATISTICS, EVALUATION, explain_out_of_memory, name_phase
 from trainyard.train.own_optimizer import describe_own
 from trainyard.train.recorder import Recorder, open_recorder, write_report_figures
 from trainyard.train.run_context import (
@@ -231,7 +231,8 @@ class Trainer:
             return peeked[0]
 
         if self.state.progress.step == 0 and len(context.splits) > 1:
-            try_predict(self.state.module, peek().batch, self.autocast)
+            with name_phase(EVALUATION):
+                try_predict(self.state.module, peek().batch, self.autocast)
         findings = None
         if self.config.deterministic:
             findings = choose_determinism(
