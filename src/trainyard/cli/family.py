@@ -11,7 +11,7 @@ from loguru import logger
 from trainyard.cli.verb import Verbs, add_verb
 from trainyard.config.families import format_families, list_roots
 from trainyard.terminal import say
-from trainyard.tools.new_family import create_family, list_templates
+from trainyard.tools.new_family import INTERFACE, create_family, list_templates
 
 
 def add_commands(verbs: Verbs) -> None:
@@ -32,6 +32,7 @@ def _create(args: argparse.Namespace) -> int:
     say(f"{folder}: {list_templates()[args.like]}")
     say(f"next: trainyard check-family {args.family}{jobs}")
     say(f"      trainyard run {args.family} data.path=FOLDER{jobs}")
+    say(f"what to change, and what else it may bring: {INTERFACE}")
     return 0
 
 
@@ -51,7 +52,7 @@ def _check(args: argparse.Namespace) -> int:
                 failed += 1
                 say(f"        {result.failure}", flush=True)
     if failed:
-        say(f"{name}: {failed} failed. CONTRIBUTING.md, 'A new job', says what a family owes.")
+        say(f"{name}: {failed} failed. What a family owes: {INTERFACE}")
         return 1
     say(f"{name} meets the contract.\nnext: trainyard run {name} data.path=FOLDER{format_families(name, jobs)}")
     return 0

@@ -27,6 +27,7 @@ from trainyard.data.splits import find_splits
 from trainyard.errors import UserError, find_place
 from trainyard.text import join_names, quote_path
 from trainyard.tools.exact_runs import RunsDiffer, compare_runs
+from trainyard.tools.new_family import INTERFACE
 from trainyard.train.contract import build_module, compute_first_losses, try_predict
 from trainyard.train.module import DataInfo, TrainModule
 from trainyard.train.own_optimizer import is_own
@@ -141,7 +142,7 @@ def _expect(holds: object, message: str) -> None:
 def check_files(family: Family) -> None:
     usual = ["config.py", "pack.py", "module.py", "README.md", f"test_{family.family}.py", f"{family.family}.yaml"]
     missing = [name for name in [*usual, f"{family.family}_smoke.yaml"] if not (family.folder / name).is_file()]
-    _expect(not missing, f"{family.folder}: lacks {', '.join(missing)}. CONTRIBUTING.md says what belongs there.")
+    _expect(not missing, f"{family.folder}: lacks {', '.join(missing)}. What belongs there: {INTERFACE}")
 
 
 def check_presets(family: Family) -> None:
