@@ -230,4 +230,4 @@ def _split_families(
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:
-    return ", ".join(find_nearest(name, known, most=3, always=True)) or "none"
+    return ", ".join(find_nearest(name, known, most=3, similarity=0.0)) or "none"

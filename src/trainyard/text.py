@@ -86,13 +86,13 @@ def join_names(names: Sequence[str], *, most: int = 8) -> str:
     return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def find_nearest(wrong: str, names: Iterable[str], *, most: int = 1, always: bool = False) -> list[str]:
+def find_nearest(wrong: str, names: Iterable[str], *, most: int = 1, similarity: float = 0.6) -> list[str]:
     """Return the names that look most like a wrong one, nearest first.
 
     Args:
-        always: return names even if none is similar.
+        similarity: how much of both has to be the same, in 0..1; 0: names are returned even if none is similar.
     """
-    return difflib.get_close_matches(wrong, [name for name in names if name], n=most, cutoff=0.0 if always else 0.6)
+    return difflib.get_close_matches(wrong, [name for name in names if name], n=most, cutoff=similarity)
 
 
 def suggest_nearest(wrong: str, names: Iterable[str]) -> str:

@@ -402,11 +402,11 @@ def _describe_unknown(name: str, tree: DictConfig, known: Iterable[str], *, valu
     while not (siblings := _list_group(group, known)):
         group = group.rpartition(".")[0]
     if same_leaf := [option for option in known if option.rpartition(".")[2] == leaf]:
-        near = find_nearest(name, same_leaf, most=3, always=True)
+        near = find_nearest(name, same_leaf, most=3, similarity=0.0)
     elif leaf in _ELSEWHERE:
         near = [_ELSEWHERE[leaf].format(value or "...")]
     elif group and name == f"{group}.{leaf}":
-        near = [f"{group}.{option}" for option in find_nearest(leaf, siblings, most=3)]
+        near = [f"{group}.{option}" for option in find_nearest(leaf, siblings, most=3, similarity=0.5)]
     else:
         near = find_nearest(name, known, most=3)
     hint = f" Nearest: {', '.join(near)}." if near else ""

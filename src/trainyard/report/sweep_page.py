@@ -262,7 +262,7 @@ def _choose_metric(outcomes: Sequence[Outcome], metric: str) -> tuple[str, str]:
         return monitors[0] if monitors else ("", "")
     known = list(dict.fromkeys(name for o in outcomes for values in o.metrics.values() for name in values))
     if metric not in known:
-        near = find_nearest(metric, known, always=True)
+        near = find_nearest(metric, known, similarity=0.0)
         choice = f"Nearest: {near[0]}. There are: {', '.join(known)}." if known else "Nothing has been evaluated yet."
         raise UserError(f"--metric {metric}: no run of this sweep has it. {choice}")
     return metric, dict(monitors).get(metric, "")

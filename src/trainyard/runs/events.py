@@ -217,9 +217,10 @@ def _number_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 def _is_lost(line: bytes) -> bool:
     """Tell whether a power cut took a part of a line: zeros stay where a file has grown and its data were not flushed.
 
-    Nothing of a run that resumes is lost so: metrics are flushed before each checkpoint, and the others written again.
+    What is left of the line is ASCII, as we write it: other bytes are damage of another kind, which is refused. Nothing
+    of a run that resumes is lost so: metrics are flushed before each checkpoint, and the others written again.
     """
-    return b"\0" in line
+    return b"\0" in line and line.isascii()
 
 
 def _split_lines(file: BinaryIO) -> Iterator[bytes]:

@@ -365,7 +365,7 @@ def choose_switches(switches: Sequence[Switch], only: Sequence[str]) -> list[Swi
     names = [switch.name for switch in switches]
     for name in only:
         if name not in names:
-            near = find_nearest(name, names, always=True)[0]
+            near = find_nearest(name, names, similarity=0.0)[0]
             raise UserError(f"--only '{name}': no such switch. Nearest: '{near}'. All of them: {', '.join(names)}.")
     chosen = [switch for switch in switches if not only or switch.name in only]
     for switch in chosen:

@@ -103,7 +103,7 @@ def load_weights(module: nn.Module, adapted: AdaptedWeights, *, source: str, par
         raise UserError(f"{source}: {len(misfits)} tensors have other shapes:{shapes}\n{hint.strip()} {option}".strip())
     missing = [name for name in wanted if name not in found]
     if missing:
-        near = ", ".join(find_nearest(missing[0], found, most=3, always=True)) or "nothing"
+        near = ", ".join(find_nearest(missing[0], found, most=3, similarity=0.0)) or "nothing"
         raise UserError(
             f"{source}: it contains no '{missing[0]}'; nearest: {near}. {len(missing)} of {len(wanted)} tensors are "
             f"missing.{hint} {option}"
@@ -182,7 +182,7 @@ def _warn_if_from_scratch(context: RunContext) -> None:
 def _check_patterns(patterns: Sequence[str], names: Mapping[str, Tensor]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            near = ", ".join(find_nearest(pattern.rstrip(".*"), names, most=3, always=True))
+            near = ", ".join(find_nearest(pattern.rstrip(".*"), names, most=3, similarity=0.0))
             raise UserError(f"{PARTIAL}: no tensor of this model is called '{pattern}'; nearest: {near}.")
 
 
