@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from tests.checkout import PLACES, ROOT, list_files
+from tests.commands_page import build_page
 
 
 def find_broken_links(page: Path) -> list[str]:
@@ -43,3 +44,8 @@ def test_what_the_first_page_shows_of_a_bad_day_is_what_a_test_saw():
     assert shown is not None
     lines = [line.removeprefix("    ") for line in shown[0].rstrip().splitlines()]
     assert "\n".join(lines) in (ROOT / "docs" / "bad-day.md").read_text(), "copy the last `why` of docs/bad-day.md"
+
+
+def test_the_page_of_commands_is_what_the_parsers_say():
+    written = (ROOT / "docs" / "commands.md").read_text()
+    assert written == build_page(), "type: python -m tests.commands_page > docs/commands.md"

@@ -15,6 +15,7 @@ UNFILED = 25
 
 KEPT = "prints-2026-11-24 > keep_png > samples_per_core_s"
 PAGES = [*list_files("README.md", "docs", ending=".md"), *list_files("jobs", "benchmarks", ending="README.md")]
+PAGES = [page for page in PAGES if page.name != "commands.md"]  # its numbers are defaults, which the program prints
 
 
 def test_every_number_of_a_page_is_that_of_its_source():
@@ -67,10 +68,10 @@ def test_a_commit_is_looked_up_where_git_reads_the_history_and_nowhere_else(tmp_
     assert check_page(text, {"It reads 841": "commit HEAD > 841"}, tmp_path) == []
 
 
-def test_a_changed_digit_on_the_first_page_is_found():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for number, planted in (("84,872", "84,873"), ("| 1.54 x", "| 1.55 x"), ("346,000", "348,000")):
-        assert text.count(number) == 1 and check_page(text.replace(number, planted), SOURCES["README.md"], ROOT)
+def test_a_changed_digit_on_a_page_is_found():
+    text, sources = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8"), SOURCES["benchmarks/README.md"]
+    for number, planted in (("84,872 un", "84,873 un"), ("| 1.54 x", "| 1.55 x"), ("346,000", "348,000")):
+        assert text.count(number) == 1 and check_page(text.replace(number, planted), sources, ROOT)
 
 
 def test_numbers_with_a_unit_or_a_metric_are_found():

@@ -1,0 +1,46 @@
+"""Writes docs/commands.md from the parsers: `python -m tests.commands_page > docs/commands.md`."""
+
+import argparse
+
+from trainyard.cli import build_whole_parser
+
+COMMON = ("-h", "--jobs", "--runs")
+
+HEAD = """\
+# Commands
+
+Written from the program by `python -m tests.commands_page > docs/commands.md`. A run is named by its folder, by a job
+(for that job's newest run), or by the beginning of a run's name. Every command takes `--help`, `--jobs DIR` (folder of
+families) and `--runs DIR` (folder of runs). The common ones are also targets of make: `make help`."""
+
+
+def build_page() -> str:
+    """Return the page: a table of the commands, then each with its arguments."""
+    _, verbs = build_whole_parser()
+    helps = {action.dest: action.help or "" for action in verbs._choices_actions}
+    table = [f"| [`{name}`](#{name}) | {helps[name]} |" for name in verbs.choices]
+    parts = [HEAD, "\n".join(["| command | does |", "|---|---|", *table])]
+    for name, verb in verbs.choices.items():
+        arguments = [action for action in verb._actions if not set(action.option_strings) & set(COMMON)]
+        required = [_format_name(action) for action in arguments if not action.option_strings]
+        lines = [f"| `{_format_name(action)}` | {_format_help(action)} |" for action in arguments]
+        table = ["| argument | meaning |", "|---|---|", *lines] if lines else []
+        parts += [f"## {name}", f"{helps[name]}:", "    " + " ".join(["trainyard", name, *required])]
+        parts += ["\n".join(table)] if table else []
+    return "\n\n".join(parts) + "\n"
+
+
+def _format_name(action: argparse.Action) -> str:
+    values = " or ".join(map(str, action.choices)) if action.choices else action.metavar or action.dest.upper()
+    value = "" if action.nargs == 0 else str(values)
+    if not action.option_strings:
+        return {"*": f"[{value} ...]", "+": f"{value} ...", "?": f"[{value}]"}.get(str(action.nargs), value)
+    return " ".join(filter(None, [action.option_strings[-1], value, "..." if action.nargs in ("+", "*") else ""]))
+
+
+def _format_help(action: argparse.Action) -> str:
+    return ((action.help or "") % {**vars(action)}).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(build_page(), end="")
