@@ -75,6 +75,14 @@ def test_weights_that_are_none_are_refused(values):
         order_epoch(np.arange(2), {"rarity": np.array(values)}, config, epoch=0)
 
 
+@pytest.mark.parametrize("order", ["weighted", "buckets"])
+def test_codes_of_texts_are_neither_weights_nor_lengths(order):
+    config = TrainConfig(data=DataSettings(order=order, order_by="name"))
+    columns = {"name": np.arange(2), "rarity": np.ones(2)}
+    with pytest.raises(UserError, match=r"order_by=name: a column of texts; .* Columns of numbers: rarity\."):
+        order_epoch(np.arange(2), columns, config, epoch=0, texts=["name"])
+
+
 def test_buckets_contain_similar_lengths_in_an_order_that_changes_each_epoch():
     length = np.random.default_rng(0).integers(10, 400, size=5003)
     how = {"seed": 0, "global_batch_size": 32}

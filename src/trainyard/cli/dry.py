@@ -189,7 +189,7 @@ def _read_splits(config: TrainConfig, jobs_dir: Path) -> "tuple[Index, Mapping[s
 def _count_steps(config: TrainConfig, index: "Index", splits: "Mapping[str, np.ndarray]") -> int:
     from trainyard.data.order import order_epoch
 
-    return len(order_epoch(splits["train"], index.columns, config, epoch=0))
+    return len(order_epoch(splits["train"], index.columns, config, epoch=0, texts=index.vocabulary))
 
 
 def _describe_length(text: str, steps_per_epoch: int | None) -> str:

@@ -1,7 +1,7 @@
 """Decides which samples each global batch of an epoch contains: pure functions of (seed, epoch, columns)."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -64,9 +64,17 @@ class EpochOrders:
 
 
 def order_epoch(
-    train_ids: np.ndarray, columns: Mapping[str, np.ndarray], config: TrainConfig, *, epoch: int
+    train_ids: np.ndarray,
+    columns: Mapping[str, np.ndarray],
+    config: TrainConfig,
+    *,
+    epoch: int,
+    texts: Collection[str] = (),
 ) -> EpochOrder:
     """Order an epoch as `data.order` says.
+
+    Args:
+        texts: columns whose numbers are codes of texts: no lengths and no weights.
 
     Raises:
         UserError: there is no column `data.order_by`, or it or the global batch size does not suit the order.
@@ -76,6 +84,11 @@ def order_epoch(
         return shuffle(train_ids, seed=seed, epoch=epoch, global_batch_size=size)
     if by not in columns:
         raise UserError(f"data.order_by={by}: no such column. The data set has {', '.join(columns)}.")
+    if by in texts and config.data.order != "pxk":
+        raise UserError(
+            f"data.order_by={by}: a column of texts; data.order={config.data.order} needs numbers. Columns of numbers: "
+            f"{', '.join(name for name in columns if name not in texts)}."
+        )
     values = columns[by][train_ids]
     if config.data.order == "buckets":
         return bucket_by_length(train_ids, values, seed=seed, epoch=epoch, global_batch_size=size)

@@ -60,7 +60,8 @@ class RunContext:
                 f"{self.data.folder}: none of its {self.data.count} samples is in the training split. "
                 "Check how the data is split."
             )
-        return order.order_epoch(self.splits[TRAIN], self.data.columns, self.config, epoch=epoch)
+        data = self.data
+        return order.order_epoch(self.splits[TRAIN], data.columns, self.config, epoch=epoch, texts=data.vocabulary)
 
 
 def compute_total_steps(config: TrainConfig, steps_per_epoch: int) -> int | None:
