@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 from dataclasses import asdict
 
 import pytest
@@ -26,3 +29,17 @@ def test_results_are_written_with_their_environment_and_never_overwrite_older_on
     assert head["options"] == {"rounds": 3, "folder": str(tmp_path)} and head["environment"]["machine"]["cpu"]
     assert results == json.loads(json.dumps(lines))
     assert format_results([head, *results]).splitlines()[3].split() == ["b", "4.00", "+-0%"]
+
+
+def test_a_header_has_the_command_that_makes_the_file_again(tmp_path):
+    (tmp_path / "tool.py").write_text(
+        "from trainyard.measure import make_header\nprint(make_header('suite', {})['command'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "tool", "--seeds", "a b"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "python -m tool --seeds 'a b'\n"

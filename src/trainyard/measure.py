@@ -91,10 +91,17 @@ def make_header(suite: str, options: Mapping[str, Any]) -> dict[str, Any]:
         "kind": "header",
         "suite": suite,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["trainyard", *sys.argv[1:]]),
+        "command": " ".join([_name_program(), *map(shlex.quote, sys.argv[1:])]),
         "options": {name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
         "environment": collect_environment(find_checkout(THIS_CODE)[0]),
     }
+
+
+def _name_program() -> str:
+    """Return how the program that runs was started: `trainyard`, or `python -m` and its module."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    name = "" if spec is None else spec.name.removesuffix(".__main__")
+    return "trainyard" if name in ("", "trainyard") else f"python -m {name}"
 
 
 def write_new(folder: Path, suite: str, lines: Iterable[Mapping[str, Any]]) -> Path:
