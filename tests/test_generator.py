@@ -1,6 +1,8 @@
 """The folder of synthetic samples says what made it: another generator makes another folder."""
 
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,23 @@ def test_files_that_were_all_drawn_when_power_was_cut_and_not_recorded_are_drawn
         load_family(jobs, family, "pack").synthesize(drawn.with_name(f"{drawn.name}.partial"), count=120, seed=0)
         assert read_index(Path(prepare_data(config, jobs).data.path)).count > 0
         assert drawn.is_dir() and not drawn.with_name(f"{drawn.name}.partial").exists()
+
+
+@pytest.mark.slow
+def test_what_was_drawn_just_before_a_power_cut_is_drawn_again_and_what_is_older_is_kept(tmp_path):
+    config = compose("fingerprint_smoke", [f"data.cache={tmp_path}"], JOBS)
+    count, synthesize = config.data.synthetic, load_family(JOBS, "fingerprint", "pack").synthesize
+    name = f"fingerprint-synthetic-{count}-seed0-{hash_generator(JOBS / 'fingerprint')}"
+    left = tmp_path / f"{name}.partial"
+    synthesize(left, count=count, seed=0)
+    first, *_, last = sorted(left.iterdir())
+    for path in left.iterdir():
+        os.utime(path, (time.time() - 3600,) * 2)
+    drawn = last.read_bytes()
+    last.write_bytes(bytes(len(drawn)))
+    prepare_data(config, JOBS)
+    assert (tmp_path / name / last.name).read_bytes() == drawn
+    assert (tmp_path / name / first.name).stat().st_mtime < time.time() - 3000, "it was drawn again"
 
 
 @pytest.mark.parametrize("damage", ["empty", "gone", "swapped", "unrecorded"])

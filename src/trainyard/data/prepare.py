@@ -384,11 +384,28 @@ def _synthesize_raw(config: TrainConfig, jobs_dir: Path, hook: Callable[[], None
             hooks = {"hook": hook} if "hook" in inspect.signature(synthesize).parameters else {}
             if not hooks and unfinished.is_dir():  # soon drawn again, and many a family refuses a folder with files
                 shutil.rmtree(unfinished)
+            _remove_newest(unfinished)
             with name_full_disk(raw):
                 synthesize(unfinished, count=config.data.synthetic, seed=config.seed, **hooks)
             write_json(record, _describe_files(unfinished))
             rename(unfinished, raw)
         yield raw
+
+
+_WRITTEN_BACK_S = 120.0
+"""Files are drawn without a flush; the kernel writes them to disk within half a minute, unless it is told otherwise."""
+
+
+def _remove_newest(folder: Path) -> None:
+    """Remove the files that were drawn last before an interruption: a power cut may have left zeros or a part of them.
+
+    By the file system's own times, so no clock is compared with another.
+    """
+    changed = {path: path.stat().st_mtime for path in folder.rglob("*") if path.is_file()}
+    newest_s = max(changed.values(), default=0.0)
+    for path, time_s in changed.items():
+        if time_s > newest_s - _WRITTEN_BACK_S:
+            path.unlink()
 
 
 def _describe_files(folder: Path) -> dict[str, Any]:
