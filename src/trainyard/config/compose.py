@@ -387,14 +387,14 @@ _ELSEWHERE = {
     "warmup_steps": "schedule.warmup={}st",
     "warmup_epochs": "schedule.warmup={}ep",
 }
-"""What other tools call an option, and the option here with the value that was typed."""
+"""Names of options in other tools -> the option here, with the value that was typed."""
 
 _SHORT_GROUP = 12
 """Options of a group that an error lists; of a larger group it names the command that lists them."""
 
 
 def _describe_unknown(name: str, tree: DictConfig, known: Iterable[str], *, value: str = "") -> str:
-    """Say that an option does not exist, which are nearest, and which its group has."""
+    """Return a sentence about an unknown option: the nearest names, and those of its group."""
     below = [option for option in known if option.startswith(f"{name}.")]
     if below:
         return f"'{name}' is a group of options. Set one of: {', '.join(below)}."
