@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ import torch
 from tests.gpu.card import measure_device_rate
 from tests.gpu.check import Figures, Sizes, cannot_answer
 from tests.gpu.check_images import compare_with_synchronised_decode, delay_compute
-from tests.gpu.preset_steps import count_samples, open_preset
+from tests.gpu.preset_steps import count_samples, open_preset, prepare_preset
+from trainyard.config import compose as configs
 from trainyard.config.settings import AugmentSettings
 from trainyard.data.device import shape_channels
 from trainyard.data.index import ENCODED_IMAGE, IMAGE, INPUTS
 from trainyard.data.loader import Loader
+from trainyard.data.shards import ShardSet
 from trainyard.data.store import has_inputs
 from trainyard.text import join_names
 from trainyard.train.run_context import TRAIN, RunContext, make_loader
@@ -40,11 +43,10 @@ def compare_decoding(device: torch.device, sizes: Sizes, *, preset: str) -> Figu
     Raises:
         AssertionError: an image differs.
     """
+    if not _has_images(preset, sizes):
+        cannot_answer(f"the data of {preset} has no images")
     with _record_decoders() as decoders, open_preset(preset, [], sizes) as steps:
         context = steps.context
-        records = context.data.records
-        if IMAGE not in records or records[IMAGE].kind not in (ENCODED_IMAGE, *INPUTS):
-            cannot_answer(f"the data of {preset} has no images")
         if device.type == "cuda" and context.decode != "dali":
             pytest.skip("nvidia.dali is missing here, which decodes on the GPU")
         found = compare_with_synchronised_decode(
@@ -63,6 +65,7 @@ def compare_decoding(device: torch.device, sizes: Sizes, *, preset: str) -> Figu
         with closing(steps.open_stream()) as stream:
             images_on = next(stream).batch[IMAGE].device.type
             rate = measure_device_rate(lambda: count_samples(next(stream)), device, seconds=sizes.seconds)
+        records = context.data.records
         (record,) = context.data.read_bytes(IMAGE, context.splits[TRAIN][:1])
         return {
             "preset": preset,
@@ -77,6 +80,14 @@ def compare_decoding(device: torch.device, sizes: Sizes, *, preset: str) -> Figu
             "levels_from_reference": round(levels, 3),
             "images_per_s": round(rate, 1),
         }
+
+
+def _has_images(preset: str, sizes: Sizes) -> bool:
+    """Tell whether a family packs images, from its smoke preset's data, which take a moment to draw."""
+    family = configs.compose(preset, [], sizes.jobs).family
+    config = prepare_preset(f"{family}_smoke", [], sizes)
+    with closing(ShardSet(Path(config.data.path))) as data:
+        return IMAGE in data.records and data.records[IMAGE].kind in (ENCODED_IMAGE, *INPUTS)
 
 
 def judge_decoder(figures: Figures, device: torch.device) -> None:

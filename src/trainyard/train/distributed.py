@@ -107,7 +107,8 @@ def choose_collectives(visible_devices: str) -> Choice[str]:
     if not torch.cuda.is_available():
         return Choice("gloo", "ranks compute on the CPU")
     if visible_devices.startswith("MIG-"):
-        return Choice("cpu:gloo,cuda:gloo", "ranks compute on MIG slices, and NCCL refuses two slices of one GPU")
+        # not "cpu:gloo,cuda:gloo": SyncBatchNorm asks for the name, and gathers as gloo can only if it is "gloo"
+        return Choice("gloo", "ranks compute on MIG slices, and NCCL refuses two slices of one GPU")
     return Choice("cpu:gloo,cuda:nccl", "ranks compute on GPUs")
 
 
