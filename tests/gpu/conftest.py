@@ -25,8 +25,9 @@ import pytest
 import torch
 
 from tests.gpu.card import describe_device
-from tests.gpu.check import IMPOSSIBLE, Figures, Running, Sizes, cannot_answer, run_in_process, run_in_time
+from tests.gpu.check import IMPOSSIBLE, Figures, Running, Sizes, cannot_answer, run_in_process, run_in_time, try_work
 from tests.gpu.faults import NEEDS_CARD, NOT_FOUND
+from tests.gpu.preset_steps import prepare_preset
 from tests.gpu.trust import FAILED, NOT_RUN, OK, describe_trust
 from tests.training import FORKSERVER
 from trainyard.config.families import find_jobs
@@ -81,7 +82,8 @@ def pytest_configure(config: pytest.Config) -> None:
         path = find_free_path(folder, f"gpu-{name.strip('-')}-{datetime.now(UTC):%Y-%m-%d}")
     except UserError as error:
         raise pytest.UsageError(str(error)) from None
-    options = {name: config.getoption(name) for name in ("cpu", "minutes", "jobs", "keyword")}
+    options = {name: config.getoption(name) for name in ("cpu", "minutes", "keyword")}
+    options["jobs"] = "jobs" if (jobs := config.getoption("jobs")) == JOBS else jobs
     command = shlex.join(["pytest", *map(str, config.invocation_params.args)])
     config.pluginmanager.register(ResultFile(path, {**make_header("gpu-check", options), **card, "command": command}))
 
@@ -241,8 +243,24 @@ def deadline(pytestconfig: pytest.Config) -> float:
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("gpu-check")
+def data(device: torch.device, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yield the folder of synthetic data; next to a card, all of it is drawn from now on, for the checks to come."""
+    folder = tmp_path_factory.mktemp("gpu-check")
+    if device.type == "cpu":
+        yield folder
+        return
+    sizes = Sizes(pytestconfig.getoption("jobs"), folder, folder, dict(os.environ))
+    drawing = Running(partial(draw_data, sizes), folder / "drawing.log")
+    yield folder
+    drawing.kill()
+
+
+def draw_data(sizes: Sizes) -> Figures:
+    """Draw and pack the data of each family's smoke and base presets; a check that needs them says what fails."""
+    families = find_families(sizes.jobs)
+    for preset in [*(f"{family}_smoke" for family in families), *families]:
+        try_work(lambda preset=preset: {"path": prepare_preset(preset, [], sizes).data.path})  # type: ignore[misc]
+    return {}
 
 
 @pytest.fixture(scope="session")

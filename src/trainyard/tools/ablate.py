@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from loguru import logger
 
 from trainyard.config.duration import Duration
 from trainyard.data.index import ARRAY, IMAGE, RAGGED
@@ -267,6 +268,11 @@ class Ablation:
                 self._take_turn(subject)
                 progress((time.monotonic() - begin) / (60 * minutes))
             rounds, last_s = rounds + 1, time.monotonic() - round_begin
+            if rounds == 1 and (least_s := _LEAST_ROUNDS * last_s) > 60 * minutes:
+                logger.warning(
+                    f"a round takes {format_duration(last_s)}: {_LEAST_ROUNDS} rounds, the least, take "
+                    f"{format_duration(least_s)}, more than --minutes {minutes:g}. --only SWITCH measures less"
+                )
         return self._summarise(warm_ups, checks, rounds, time.monotonic() - begin)
 
     def _take_turn(self, subject: Subject) -> None:
