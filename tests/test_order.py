@@ -200,6 +200,33 @@ def test_the_identities_of_a_pxk_batch_are_distinct_as_long_as_enough_are_left(c
     assert not any(left)
 
 
+@given(
+    twins=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=12),
+    half=st.integers(1, 3),
+    seed=st.integers(0, 2**32),
+)
+def test_balanced_groups_hold_both_twins_equally_often_until_one_has_no_image_left(twins, half, seed):
+    person = np.concatenate([np.repeat([2 * i, 2 * i + 1], counts) for i, counts in enumerate(twins)])
+    ids, family = 7 * np.arange(len(person)) + 3, person // 2
+    order = group_by_identity(
+        ids, family, samples_per_identity=2 * half, seed=seed, epoch=1, global_batch_size=2 * half, balanced=person
+    )
+    assert set(order.ids.tolist()) == set(ids.tolist())
+    groups = (order.ids.reshape(-1, 2 * half) - 3) // 7
+    even = [family[group[0]] for group in groups if (person[group] % 2).sum() == half]
+    assert all(even.count(i) >= min(counts) // half for i, counts in enumerate(twins))
+
+
+def test_an_unknown_column_or_another_order_to_balance_is_refused():
+    columns = {"family": np.arange(4) // 2, "person": np.arange(4)}
+    config = TrainConfig(job="j", family="f", data=DataSettings(order="pxk", order_by="family", balance_by="persn"))
+    with pytest.raises(UserError, match=r"data\.balance_by=persn: no such column. The data set has family, person"):
+        order_epoch(np.arange(4), columns, config, epoch=0)
+    config = TrainConfig(job="j", family="f", data=DataSettings(balance_by="person"))
+    with pytest.raises(UserError, match=r"data\.balance_by=person is for data.order=pxk, not shuffle"):
+        order_epoch(np.arange(4), columns, config, epoch=0)
+
+
 def test_one_identity_with_almost_all_samples_does_not_crowd_out_the_others_early():
     identity = np.concatenate([np.zeros(1000, dtype=int), np.arange(1, 9)])
     order = group_by_identity(np.arange(1008), identity, samples_per_identity=4, seed=0, epoch=0, global_batch_size=12)

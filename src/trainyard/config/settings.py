@@ -77,6 +77,9 @@ class DataSettings:
         "", "column with the identity of a sample, for order=pxk, its length, for buckets, or its weight, for weighted"
     )
     samples_per_identity: int = option(4, "K of order=pxk", low=2)
+    balance_by: str = option(
+        "", "column of which the K samples of an identity hold each value equally often, such as both twins of a family"
+    )
     decode: str = option(
         "auto",
         "who decodes images and audio; auto: DALI where it is installed, otherwise the CPU",

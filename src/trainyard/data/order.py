@@ -80,10 +80,13 @@ def order_epoch(
         UserError: there is no column `data.order_by`, or it or the global batch size does not suit the order.
     """
     seed, size, by = config.seed, config.global_batch_size, config.data.order_by
+    if config.data.balance_by and config.data.order != "pxk":
+        raise UserError(f"data.balance_by={config.data.balance_by} is for data.order=pxk, not {config.data.order}.")
     if config.data.order == "shuffle":
         return shuffle(train_ids, seed=seed, epoch=epoch, global_batch_size=size)
-    if by not in columns:
-        raise UserError(f"data.order_by={by}: no such column. The data set has {', '.join(columns)}.")
+    for name, column in {"order_by": by, "balance_by": config.data.balance_by or by}.items():
+        if column not in columns:
+            raise UserError(f"data.{name}={column}: no such column. The data set has {', '.join(columns)}.")
     if by in texts and config.data.order != "pxk":
         raise UserError(
             f"data.order_by={by}: a column of texts; data.order={config.data.order} needs numbers. Columns of numbers: "
@@ -100,7 +103,10 @@ def order_epoch(
             )
         return draw_by_weight(train_ids, values, seed=seed, epoch=epoch, global_batch_size=size)
     k = config.data.samples_per_identity
-    return group_by_identity(train_ids, values, samples_per_identity=k, seed=seed, epoch=epoch, global_batch_size=size)
+    balanced = columns[config.data.balance_by][train_ids] if config.data.balance_by else None
+    return group_by_identity(
+        train_ids, values, samples_per_identity=k, seed=seed, epoch=epoch, global_batch_size=size, balanced=balanced
+    )
 
 
 def shuffle(train_ids: np.ndarray, *, seed: int, epoch: int, global_batch_size: int) -> EpochOrder:
@@ -116,6 +122,7 @@ def group_by_identity(
     seed: int,
     epoch: int,
     global_batch_size: int,
+    balanced: np.ndarray | None = None,
 ) -> EpochOrder:
     """Order an epoch so that each global batch contains P identities with K samples each ("P x K sampling").
 
@@ -128,6 +135,8 @@ def group_by_identity(
         identity: (n,) the identity of each of them.
         samples_per_identity: K. The samples of a group are consecutive in the batch.
         global_batch_size: P * K.
+        balanced: (n,) a value of each sample, such as the person in a family: an identity's samples are dealt by turns,
+            one of each value, until one value has none left.
 
     Raises:
         UserError: K does not divide the global batch size.
@@ -139,7 +148,7 @@ def group_by_identity(
             f"Use global_batch_size={global_batch_size // k * k or k}."
         )
     rng = _make_generator(seed, epoch)
-    groups, group_identity, group_round = _deal_groups(train_ids, identity, k, rng)
+    groups, group_identity, group_round = _deal_groups(train_ids, identity, k, rng, balanced)
     order = _spread_identities(group_identity, group_round, global_batch_size // k, rng)
     return EpochOrder(groups[order].reshape(-1), global_batch_size)
 
@@ -217,7 +226,7 @@ def _make_generator(seed: int, epoch: int) -> np.random.Generator:
 
 
 def _deal_groups(
-    train_ids: np.ndarray, identity: np.ndarray, k: int, rng: np.random.Generator
+    train_ids: np.ndarray, identity: np.ndarray, k: int, rng: np.random.Generator, balanced: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Deal each identity's shuffled samples into groups of k.
 
@@ -227,7 +236,8 @@ def _deal_groups(
         group_round: (G,) the index of each group among those of its identity.
     """
     mixed = rng.permutation(len(train_ids))
-    mixed = mixed[np.argsort(identity[mixed], kind="stable")]
+    turn = np.zeros(len(mixed)) if balanced is None else _count_earlier(identity[mixed], balanced[mixed])
+    mixed = mixed[np.lexsort((turn, identity[mixed]))]  # stable: at random within a turn
     names, first, count = np.unique(identity[mixed], return_index=True, return_counts=True)
     group_count = -(-count // k)
     identity_index = np.repeat(np.arange(len(names)), group_count)
@@ -235,6 +245,17 @@ def _deal_groups(
     within = group_round[:, None] * k + np.arange(k)
     members = first[identity_index][:, None] + within % count[identity_index][:, None]
     return train_ids[mixed[members]], identity_index, group_round
+
+
+def _count_earlier(identity: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """Return for each sample how many before it have the same identity and value."""
+    order = np.lexsort((value, identity))
+    same = (np.diff(identity[order]) == 0) & (np.diff(value[order]) == 0)
+    place = np.arange(len(order))
+    first = np.maximum.accumulate(np.where(np.r_[False, same], 0, place))
+    earlier = np.empty(len(order), dtype=np.int64)
+    earlier[order] = place - first
+    return earlier
 
 
 def _spread_identities(
