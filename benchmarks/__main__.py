@@ -21,7 +21,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
     parser.add_argument("suites", nargs="*", help=f"suites to run, from {', '.join(SUITES)} (default: these)")
     parser.add_argument("--quick", action="store_true", help="little data, one round: check that everything runs")
-    parser.add_argument("--peers", type=Path, metavar="VENV", help="also measure the peers, in this environment")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="run these and ours; repeatable")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of a result file and stop")
     parser.add_argument("--rounds", type=int, default=default.rounds, help="default: %(default)s")
@@ -30,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, default=default.data, help="cache of generated data: %(default)s")
     parser.add_argument("--results", type=Path, default=default.results, help="folder of results: %(default)s")
     args = parser.parse_args(argv)
-    typed = {name: getattr(args, name) for name in ("peers", "rounds", "seconds", "threads", "results")}
+    typed = {name: getattr(args, name) for name in ("rounds", "seconds", "threads", "results")}
     for name in ("rounds", "seconds", "threads"):
         if not typed[name] > 0:
             parser.error(f"--{name} {typed[name]}: expected a number above 0: --{name} {getattr(default, name)}")
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def make_quick(setting: Setting) -> Setting:
     """Return a copy with little data and one round: shows that everything runs, measures nothing."""
-    return replace(setting, rounds=1, rgb=128, gray=128, prints=128, warmup=64, samples=128, seconds=0.0)
+    return replace(setting, rounds=1, rgb=128, gray=128, warmup=64, samples=128, seconds=0.0)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SUITES = ("rgb", "gray", "raw", "prints", "read")
+SUITES = ("rgb", "gray", "raw", "read")
 OURS = "ours"
 BATCH = 64  # samples
 SIZE_PX = 224  # width and height of the images that a loader yields
-PRINT_PX = 299  # in the suite prints
 CROP_AREA = (0.08, 1.0)
 CROP_ASPECT = (3 / 4, 4 / 3)
 
@@ -21,12 +20,10 @@ class Setting:
     data: Path  # cache of generated data; absolute
     results: Path
     threads: int  # or worker processes, of every configuration
-    peers: Path | None = None  # folder of the peers' environment; None: leave them out
     only: tuple[str, ...] = ()  # patterns of configurations to run alongside ours; empty: all
     rounds: int = 5
     rgb: int = 4000  # images generated
     gray: int = 6000
-    prints: int = 2000
     warmup: int = 512  # samples
     samples: int = 2048
     seconds: float = 2.0
@@ -41,7 +38,7 @@ class Setting:
 class Configuration:
     """One configuration of a suite.
 
-    `batches` yields without end. In the suites rgb, gray, raw and prints, each item is a batch of 64 images as a uint8
+    `batches` yields without end. In the suites rgb, gray and raw, each item is a batch of 64 images as a uint8
     tensor, in any memory layout; in read, an int array with the sizes of the 64 gathered records, in bytes.
     """
 
@@ -51,7 +48,6 @@ class Configuration:
     batches: Callable[[Path, Setting], Iterator[Any]]
     distributions: tuple[str, ...]  # packages whose versions are recorded with the result
     note: str = ""  # where its output or its work differs from ours
-    environment: str = "dev"  # "dev": this interpreter's; "peers": Setting.peers
 
     @property
     def full_name(self) -> str:

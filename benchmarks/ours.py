@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +15,6 @@ from benchmarks.contract import BATCH, CROP_AREA, CROP_ASPECT, SIZE_PX, Configur
 
 if TYPE_CHECKING:  # listing and preparing do not need torch, and are several seconds faster without it
     from torch import Tensor
-
-    from trainyard.config.settings import TrainConfig
 
 
 def pack_images(setting: Setting, *, kind: str, decoded: bool = False) -> Path:
@@ -42,7 +40,7 @@ def _pack(files: list[Path], load: Any, workers: int, out: Path) -> None:
     pack(samples, out, meta={}, workers=workers).close()
 
 
-def iterate_host_batches(folder: Path, setting: Setting, *, config: Callable[[], TrainConfig]) -> Iterator[Tensor]:
+def iterate_host_batches(folder: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
     """Yield what the loader copies to the device: its uint8 buffers, which are reused after a few batches.
 
     Everything after the copy is the device's work.
@@ -53,30 +51,20 @@ def iterate_host_batches(folder: Path, setting: Setting, *, config: Callable[[],
         def _make_batch(self, item: Any) -> dict[str, Tensor]:
             return {"image": item.images}
 
-    return _iterate_batches(HostLoader, folder, setting, config())
+    return _iterate_batches(HostLoader, folder, setting, kind)
 
 
 def iterate_model_batches(folder: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
     """Yield what a model on the CPU receives: float32, brightness augmented and normalised, on one thread."""
     from trainyard.data.loader import Loader
 
-    return _iterate_batches(Loader, folder, setting, make_config(kind))
+    return _iterate_batches(Loader, folder, setting, kind)
 
 
-def make_config(kind: str) -> TrainConfig:
-    """Return the options of a job that reads these images."""
-    from trainyard.config.settings import AugmentSettings, ImageSettings, TrainConfig
-
-    crop = {"crop_area_min": CROP_AREA[0], "crop_aspect_max": CROP_ASPECT[1]} if kind == "rgb" else {}
-    return TrainConfig(
-        image=ImageSettings(height_px=SIZE_PX, width_px=SIZE_PX, channels=3 if kind == "rgb" else 1),
-        augment=AugmentSettings(flip=0.5, **crop),
-    )
-
-
-def _iterate_batches(loader: Any, folder: Path, setting: Setting, config: TrainConfig) -> Iterator[Tensor]:
+def _iterate_batches(loader: Any, folder: Path, setting: Setting, kind: str) -> Iterator[Tensor]:
     import torch
 
+    from trainyard.config.settings import AugmentSettings, ImageSettings, TrainConfig
     from trainyard.data.order import shuffle
     from trainyard.data.shards import ShardSet
     from trainyard.node.choices import choose_decoder
@@ -84,6 +72,11 @@ def _iterate_batches(loader: Any, folder: Path, setting: Setting, config: TrainC
 
     keep_freed_memory(torch.device("cpu"))  # as a run does
     data = ShardSet(folder)
+    crop = {"crop_area_min": CROP_AREA[0], "crop_aspect_max": CROP_ASPECT[1]} if kind == "rgb" else {}
+    config = TrainConfig(
+        image=ImageSettings(height_px=SIZE_PX, width_px=SIZE_PX, channels=3 if kind == "rgb" else 1),
+        augment=AugmentSettings(flip=0.5, **crop),
+    )
     decode = choose_decoder("auto", has_dali=find_spec("nvidia.dali") is not None).value
     stream = loader(
         config,
@@ -108,7 +101,7 @@ def list_configurations() -> list[Configuration]:
     found = [Configuration("raw", "ours", pack_raw, iterate_raw, versions)]
     for kind in ("rgb", "gray"):
         data, floats = partial(pack_images, kind=kind), partial(iterate_model_batches, kind=kind)
-        buffers = partial(iterate_host_batches, config=partial(make_config, kind))
+        buffers = partial(iterate_host_batches, kind=kind)
         found += [
             Configuration(kind, "ours", data, buffers, versions, "antialiased; checksums verified on first read"),
             Configuration(kind, "ours_float", data, floats, versions, "as ours, then normalised on the host"),

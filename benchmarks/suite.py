@@ -51,14 +51,12 @@ def run_suite(suite: str, setting: Setting, *, head: Mapping[str, Any], worker: 
         rewritten after each round, so that stopping early keeps the finished rounds.
 
     Raises:
-        UserError: unknown suite, no peers' environment, data that cannot be prepared, or a configuration that failed
-            (the results of the others are still in the file).
+        UserError: unknown suite, data that cannot be prepared, or a configuration that failed (the results of the
+            others are still in the file).
     """
     configurations = select_configurations(suite, setting)
     start = partial(run_worker, setting=setting, worker=worker)
-    for environment in sorted({c.environment for c in configurations}):
-        names = [c.full_name for c in configurations if c.environment == environment]
-        start("prepare", names, environment=environment, timeout_s=3600, show=True)
+    start("prepare", [c.full_name for c in configurations], timeout_s=3600, show=True)
     path = find_free_path(setting.results, f"{suite}-{head['date'][:10]}")
     rounds: list[Round] = []
     for number in range(setting.rounds):
@@ -66,7 +64,7 @@ def run_suite(suite: str, setting: Setting, *, head: Mapping[str, Any], worker: 
         for configuration in shuffle_configurations(configurations, number):
             begin, names = time.perf_counter(), [configuration.full_name]
             try:
-                lines = start("measure", names, environment=configuration.environment, timeout_s=WORKER_TIMEOUT_S)
+                lines = start("measure", names, timeout_s=WORKER_TIMEOUT_S)
             except WorkerError as error:
                 lines = [{"name": configuration.name, "error": str(error)}]
             for line in lines:
@@ -89,8 +87,7 @@ def select_configurations(suite: str, setting: Setting) -> list[Configuration]:
     """Return ours and the configurations of a suite that were asked for."""
     if suite not in SUITES:
         raise UserError(f"'{suite}' is not a benchmark suite. Choose from: {', '.join(SUITES)}.")
-    here = {"dev"} if setting.peers is None else {"dev", "peers"}
-    found = [c for c in list_configurations() if c.suite == suite and c.environment in here]
+    found = [c for c in list_configurations() if c.suite == suite]
     for pattern in setting.only:
         if not any(fnmatch(c.name, pattern) for c in found):
             names = ", ".join(c.name for c in found)
@@ -108,7 +105,6 @@ def run_worker(
     names: Sequence[str],
     *,
     setting: Setting,
-    environment: str,
     worker: Sequence[str],
     timeout_s: float,
     show: bool = False,
@@ -119,19 +115,12 @@ def run_worker(
     slow down the next measurement.
 
     Args:
-        environment: "dev" or "peers".
         show: print its stderr to the terminal as it comes (progress), instead of only in an error message.
 
     Raises:
         WorkerError: it failed, or took longer than `timeout_s`.
     """
-    python = Path(sys.executable) if environment == "dev" else Path(str(setting.peers)).absolute() / "bin" / "python"
-    if not python.exists():
-        raise UserError(
-            f"{python}: no interpreter there, but the peers need their own environment. "
-            "Create it as benchmarks/README.md says, or leave out --peers."
-        )
-    arguments = [str(python), *worker, command, json.dumps(asdict(setting), default=str), *names]
+    arguments = [sys.executable, *worker, command, json.dumps(asdict(setting), default=str), *names]
     # Files, not pipes: a leftover process would keep a pipe open, and we would wait for it to end.
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(

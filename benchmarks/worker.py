@@ -1,7 +1,4 @@
-"""Prepares or measures configurations in a process of its own, and prints JSON lines; `suite.py` starts it.
-
-It also runs in the peers' environment, where trainyard is not installed.
-"""
+"""Prepares or measures configurations in a process of its own, and prints JSON lines; `suite.py` starts it."""
 
 import json
 import os
@@ -14,13 +11,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks import loaders, ours, peers, prints, readers
-from benchmarks.contract import BATCH, PRINT_PX, SIZE_PX, Configuration, Setting
+from benchmarks import loaders, ours, readers
+from benchmarks.contract import BATCH, SIZE_PX, Configuration, Setting
 
 
 def list_configurations() -> list[Configuration]:
     """List the configurations of all suites. Loads no torch."""
-    modules = (ours, readers, loaders, prints, peers)
+    modules = (ours, readers, loaders)
     return [configuration for module in modules for configuration in module.list_configurations()]
 
 
@@ -81,8 +78,7 @@ def check_batch(configuration: Configuration, batch: Any) -> None:
     assert str(batch.dtype) == "torch.uint8" or configuration.name == "ours_float", (
         f"{configuration.name} yields {batch.dtype}"
     )
-    side = PRINT_PX if configuration.suite == "prints" else SIZE_PX
-    pixels = BATCH * side * side
+    pixels = BATCH * SIZE_PX * SIZE_PX
     assert len(batch) == BATCH and batch.numel() in (pixels, 3 * pixels), f"{configuration.name} yields {batch.shape}"
 
 

@@ -163,11 +163,6 @@ def test_an_unknown_suite_or_pattern_is_answered_with_the_known_ones(setting: Se
         run_rgb(setting, "mosaic")
 
 
-def test_a_missing_peers_environment_is_refused_with_how_to_create_it(setting: Setting, tmp_path: Path):
-    with pytest.raises(UserError, match=r"no interpreter there.*README.md"):
-        run_rgb(replace(setting, peers=tmp_path), "mosaic")
-
-
 def test_a_file_that_is_not_a_result_file_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="no such result file"):
         read_results(tmp_path / "rgb.jsonl")
