@@ -45,7 +45,7 @@ memory = case "$${PLAN:-1}" in 1) ;; 0) args+=(--no-plan) ;; \
 request = gpus hw nodes time cluster runs account qos partition constraint reservation exclude mem comment
 
 .PHONY: help setup run resume submit plan sweep status logs why cancel cluster-check slurm-lab-up slurm-lab-down \
-	image run-image sif bundle test test-fast test-long test-image test-coverage test-pythons lint bench-peers gpu-check lock
+	image run-image sif bundle test test-fast test-long test-image test-coverage test-pythons lint gpu-check lock
 
 help: ## this list; what else there is: .venv/bin/trainyard --help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -107,12 +107,6 @@ slurm-lab-up: ## start a real Slurm on this machine, to learn and test with (slu
 slurm-lab-down: ## stop it, and every job in it
 	@"$$PYTHON" slurm/lab/lab.py down
 
-.venv-peers/.done: benchmarks/peers.lock
-	@exec 9>.venv-peers.lock; flock 9; [ ! $@ -nt $< ] || exit 0; \
-		$(VENV)/bin/uv venv .venv-peers --python $(VENV)/bin/python --clear --quiet; \
-		$(VENV)/bin/uv pip sync benchmarks/peers.lock --require-hashes --quiet --python .venv-peers/bin/python; \
-		touch $@
-
 image: ## build the container image for a card: HW=a100 (default: cpu)  [WHEELS=folder BASE_IMAGE=name]
 	@"$$PYTHON" containers/image.py build "$${HW:-cpu}" $${WHEELS:+--wheelhouse="$$WHEELS"}
 
@@ -157,9 +151,6 @@ gpu-check: setup ## prove this card with tests/gpu, in eight minutes, into bench
 	@$(arguments); case "$${CPU:-0}" in 0) ;; 1) args=(--cpu "$${args[@]}") ;; \
 		*) echo "CPU=$$CPU: expected 1, to run what can run without a GPU" >&2; exit 2 ;; esac; \
 		$(VENV)/bin/python -m pytest tests/gpu -vv --results benchmarks "$${args[@]}"
-
-bench-peers: setup .venv-peers/.done ## measure reading and decoding against other loaders, into benchmarks/ (benchmarks/README.md)
-	@$(VENV)/bin/python -m benchmarks --peers .venv-peers
 
 lock: setup ## resolve containers/*.in into *.lock again, from PyPI alone
 	@# dev.lock is installed on each supported Python, hence with markers; a container image has the oldest.

@@ -1,4 +1,4 @@
-"""Make or update a Python environment from a hash-locked list; behind `make setup` and `make bench-peers`.
+"""Make or update a Python environment from a hash-locked list; behind `make setup`.
 
     python3.11 containers/make_venv.py .venv containers/dev.lock --editable .
 

@@ -15,8 +15,8 @@ from trainyard.runs.tensor_file import TensorFileError, create_tensor_file, map_
 from trainyard.tools import nearest as search_code
 from trainyard.tools.embed import read_identities
 from trainyard.tools.embeddings import CHECKPOINT, find_table, open_embeddings, write_embeddings
-from trainyard.tools.identification import compute_identification
 from trainyard.tools.nearest import Nearest, find_nearest_rows
+from trainyard.tools.search import compute_identification
 
 
 def draw_unit_vectors(count: int, dims: int, seed: int) -> np.ndarray:

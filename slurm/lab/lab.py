@@ -100,7 +100,7 @@ def up(folder: Path, options: Options, *, environ: Mapping[str, str]) -> float:
             _end_lab(folder)
             shutil.rmtree(folder / "log", ignore_errors=True)
             try:
-                _Startup(folder, options, programs, _make_daemon_environ(folder, environ)).run()
+                _Startup(folder, options, programs, {**make_client_environ(folder, environ), MARK: str(folder)}).run()
                 break
             except PortTaken:  # by another process, such as another checkout's lab, since we checked
                 _end_lab(folder)
@@ -147,10 +147,6 @@ def make_client_environ(folder: Path, environ: Mapping[str, str]) -> dict[str, s
     prefixes = ("SLURM_", "SLURMD_", "SBATCH_", "SALLOC_", "SRUN_", "SQUEUE_", "SINFO_", "SACCT_", "SUBMITIT_", MARK)
     others = {name: value for name, value in environ.items() if not name.startswith(prefixes)}
     return {**others, "SLURM_CONF": str(folder / "etc" / "slurm.conf")}
-
-
-def _make_daemon_environ(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    return {**make_client_environ(folder, environ), MARK: str(folder)}
 
 
 def _build_parser() -> argparse.ArgumentParser:

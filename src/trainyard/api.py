@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from trainyard.errors import UserError
 from trainyard.runs.folder import CONFIG, check_name, find_free_name, format_run_name, resolve_run
 from trainyard.runs.state import ExitCode
-from trainyard.text import cut, suggest_nearest
+from trainyard.text import cut, shorten_path, suggest_nearest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -127,7 +127,7 @@ class Run:
         """What it does now, and how far it is: asks the run's folder, and Slurm if it runs there."""
         from trainyard.runs.status import format_headline, read_statuses, suggest_command
 
-        (status,), _ = read_statuses([_shorten(self.path)])
+        (status,), _ = read_statuses([shorten_path(self.path)])
         text, following = format_headline(status), suggest_command(status)
         return RunStatus(str(status.state), status.step, status.total_steps, text, following)
 
@@ -248,7 +248,7 @@ class Run:
         return self.path / "report.html"
 
     def __repr__(self) -> str:
-        return f"Run({str(_shorten(self.path))!r})"
+        return f"Run({str(shorten_path(self.path))!r})"
 
     def _repr_html_(self) -> str:
         status = self.status
@@ -412,11 +412,6 @@ def _explain(code: int, said: str, about: Path | None) -> str:
     named = next((i for i, line in enumerate(tail) if re.match(r"[A-Z]\w+: ", line)), 0)
     message = re.sub(r"^[A-Z]\w+: ", "", "\n".join(tail[named:]))
     return message or f"the command ended with code {code} and said nothing"
-
-
-def _shorten(path: Path) -> Path:
-    """Return a path as one would type it here, so that a page with it says nothing about the machine."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 class _Progress:

@@ -365,7 +365,7 @@ def report_full_disk(folder: Path) -> Iterator[None]:
         broken = _find_failed(error, DISK_FAILED)
         if broken is not None and broken.filename is not None:  # else of a terminal or a pipe
             raise DiskError(_describe_failed_disk(broken)) from error
-        if _lacks_temporary_folder(error):
+        if isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error):  # of `tempfile`
             raise UserError(
                 f"No folder for temporary files can be written to: {str(error).partition(' in ')[2]}. Name one: "
                 "export TMPDIR=FOLDER. In a container that is read-only: docker run --tmpfs /tmp:exec ..."
@@ -377,11 +377,6 @@ def report_full_disk(folder: Path) -> Iterator[None]:
         raise DiskFull(message) from error
     finally:
         threading.excepthook = before
-
-
-def _lacks_temporary_folder(error: Exception) -> bool:
-    """Tell whether an exception is what `tempfile` raises where no folder can be written to."""
-    return isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error)
 
 
 def _print_thread_error(error: threading.ExceptHookArgs) -> None:

@@ -109,6 +109,11 @@ def format_override(name: str, value: str | Sequence[str]) -> str:
     return shlex.quote(f"{name}=[{','.join(texts)}]")
 
 
+def shorten_path(path: Path) -> Path:
+    """Return a path as one would type it here, so that a page with it says nothing about the machine."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def quote_path(path: Path | str) -> str:
     """Write a path as one word for a shell; "./" before a dash, so that no command reads it as an option."""
     return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))

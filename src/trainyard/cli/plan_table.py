@@ -10,15 +10,7 @@ from trainyard.cluster import description as clusters
 from trainyard.config.families import Root, find_jobs
 from trainyard.config.settings import TrainConfig
 from trainyard.hardware import GpuType
-from trainyard.plan.memory import (
-    MISFIT,
-    TIGHT,
-    CannotPredict,
-    NotPredicted,
-    Predict,
-    complete_cache,
-    find_cache,
-)
+from trainyard.plan.memory import MISFIT, TIGHT, CannotPredict, NotPredicted, Predict, complete_cache, find_cache
 from trainyard.plan.resources import RunRequest
 from trainyard.plan.screen import CPU, fit_card
 

@@ -10,9 +10,9 @@ from trainyard.cli.verb import Verbs, add_trust_option, add_verb
 from trainyard.cluster.variables import select_for_ranks
 from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
-from trainyard.launch.shell import build_command
+from trainyard.launch.batch_script import build_container_command, build_pyxis_args, request_gpus
 from trainyard.plan.make_plan import make_plan
-from trainyard.plan.resources import ResourceRequest
+from trainyard.plan.resources import Plan, ResourceRequest
 from trainyard.runs import folder as runs
 from trainyard.runs.history import read_run
 from trainyard.runs.submission import read_submission
@@ -44,7 +44,7 @@ def _open_shell(args: argparse.Namespace) -> int:
     cluster = find_cluster(cluster_file, dry=args.dry)
     config = replace(TrainConfig(), job="shell", global_batch_size=request.gpus)
     plan = make_plan(config, cluster, request if job or request.time else replace(request, time="1h"))
-    command = build_command(plan, job=job)
+    command = _build_command(plan, job=job)
     if args.dry:
         say(shlex.join(command))
         return 0
@@ -53,3 +53,31 @@ def _open_shell(args: argparse.Namespace) -> int:
     say(f"{plan.hw}: {f'next to {quote_path(run)}' if job else 'waiting for a node'} ... leave it with: exit")
     environ = {**select_for_ranks(os.environ, cluster.variables), "TERM": os.environ.get("TERM", "dumb")}
     os.execvpe(command[0], command, environ)
+
+
+def _build_command(plan: Plan, *, job: str = "") -> list[str]:
+    """Return the srun command of an interactive shell on one node.
+
+    It has the options of sbatch that a run of this plan has, and what `setup` of the cluster file exports.
+
+    Args:
+        job: the Slurm job that has the node already; "": a new one is requested.
+    """
+    cluster, ranks = plan.cluster, plan.ranks_per_node
+    requested = {
+        "job-name": "trainyard-shell",
+        "time": str(plan.time_min),
+        "cpus-per-task": str(plan.kind.cores_per_gpu * ranks),
+        **{name.replace("_", "-"): value for name, value in request_gpus(plan).items()},
+        **plan.options,
+        **({"wckey": cluster.wckey} if cluster.wckey else {}),
+    }
+    where = {"jobid": job} if job else requested
+    words = [f"--{name}={value}" for name, value in {**where, "nodes": "1", "ntasks": "1", "export": "ALL"}.items()]
+    inside = shlex.join([*build_container_command(plan), "bash"])
+    lines = [*([] if build_pyxis_args(plan) else cluster.setup), f"exec {inside}"]
+    overlap = ["--overlap"] if job else []
+    return [
+        *("srun", *words, *overlap, *build_pyxis_args(plan), *cluster.srun_args, "--pty"),
+        *("bash", "-c", "\n".join(lines)),
+    ]

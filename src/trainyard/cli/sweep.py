@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trainyard.cli import dry
 from trainyard.cli.choices import (
@@ -103,7 +102,7 @@ def _run_sweep(args: argparse.Namespace) -> int:
         root=args.runs.absolute(),
         name=args.name,
         environ=os.environ,
-        request=_encode_request(plan),
+        request={name: getattr(plan, name) for name in ("gpus", "hw", "nodes", "time_min")} | {"options": plan.stated},
         group=cluster.group,
     )
     try:
@@ -133,10 +132,6 @@ def _settle(
         memory = check_memory(each, request, allow_smaller_batch=not varies_micro_batch)
         settled.append(sweeps.NewRun(own, each.config, list_sections(data, request.families, each, memory=memory)))
     return settled
-
-
-def _encode_request(plan: Plan) -> dict[str, Any]:
-    return {"gpus": plan.gpus, "hw": plan.hw, "nodes": plan.nodes, "time_min": plan.time_min, "options": plan.stated}
 
 
 def _continue_sweep(args: argparse.Namespace) -> int:

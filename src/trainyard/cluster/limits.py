@@ -43,7 +43,8 @@ def count_demand(kind: GpuNodes, *, gpus: int, nodes: int, time_min: int) -> Dem
 def find_exceeded(limits: Iterable[Limit], demand: Demand) -> Limit | None:
     """Return the first limit that a job exceeds by itself, so that it would never start."""
     asked = {**demand.resources, "": demand.time_min}
-    return next((each for each in limits if _limits_one_job(each) and asked.get(each.resource, 0) > each.most), None)
+    of_one_job = (each for each in limits if each.resource or each.name == "MaxWall")
+    return next((each for each in of_one_job if asked.get(each.resource, 0) > each.most), None)
 
 
 def describe_exceeded(limit: Limit, demand: Demand) -> Wait:
@@ -97,10 +98,6 @@ def _explain_reservation(time_min: int, partition: str, own: str, now: float) ->
         text = f"{begins}, before the job could end ({format_minutes(time_min)}); {format_minutes(left_min)} still fit"
         return Wait(text, f"--time {format_minutes(left_min)}")
     return NO_WAIT
-
-
-def _limits_one_job(limit: Limit) -> bool:
-    return bool(limit.resource) or limit.name == "MaxWall"
 
 
 def _is_meant(limit: Limit, reason: str) -> bool:

@@ -50,7 +50,7 @@ class BatchMemory:
     """Lends memory for one array of each batch, and takes it back when the last tensor or view of it is gone.
 
     On the CPU only. With memory of malloc instead, two threads read 0.72 times as many raw 224 x 224 images per CPU
-    second (`python -m benchmarks raw`, two EPYC cores); one thread reads as many.
+    second (suite raw of benchmarks/README.md, two EPYC cores); one thread reads as many.
 
     What came back last is lent first: it is still in the processor's cache, while malloc rotates through many times as
     many addresses. Memory is never returned to the system; there is as much as was lent at once. Threads may share it.

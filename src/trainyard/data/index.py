@@ -204,7 +204,10 @@ def read_index(folder: Path) -> Index:
             shards,
             _read_columns(file, count, vocabulary),
             vocabulary,
-            {name: _read_artifact(file["artifacts"], name) for name in read_group(file, "artifacts")},
+            {
+                name: read_array(file["artifacts"], name, dtype="uint8").tobytes().decode()
+                for name in read_group(file, "artifacts")
+            },
             {name: _read_records(file["records"], name, shards) for name in read_group(file, "records")},
         )
 
@@ -267,10 +270,6 @@ def _read_columns(file: h5py.File, count: int, vocabulary: dict[str, list[str]])
     if len(read_group(file, "key").get("offset", ())) != count + 1:
         raise make_refusal(Path(file.filename), f"has not one key for each of its {count} samples")
     return columns
-
-
-def _read_artifact(group: h5py.Group, name: str) -> str:
-    return read_array(group, name, dtype="uint8").tobytes().decode()
 
 
 def _read_records(parent: h5py.Group, name: str, shards: list[Shard]) -> Records:

@@ -24,13 +24,7 @@ from trainyard.data.raw import check_sources
 from trainyard.data.shards import KEY, Sample, ShardSet
 from trainyard.data.store import InputStore, Store, read_store
 from trainyard.data.workers import WorkerEnded, write_shards
-from trainyard.data.write_shard import (
-    ShardTask,
-    WrittenShard,
-    open_in_memory,
-    take_image,
-    write_texts,
-)
+from trainyard.data.write_shard import ShardTask, WrittenShard, open_in_memory, take_image, write_texts
 from trainyard.errors import UserError
 from trainyard.files import (
     DISK_FULL,

@@ -22,23 +22,8 @@ if TYPE_CHECKING:
 
 
 IMAGES = frozenset(
-    (
-        ".jpg",
-        ".jpeg",
-        ".jpe",
-        ".jfif",
-        ".png",
-        ".bmp",
-        ".tif",
-        ".tiff",
-        ".webp",
-        ".gif",
-        ".avif",
-        ".jp2",
-        ".j2k",
-        ".jpx",
-    )
-    + (".pgm", ".ppm", ".pbm", ".pnm")
+    (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".tif", ".tiff", ".webp", ".gif", ".avif")
+    + (".jp2", ".j2k", ".jpx", ".pgm", ".ppm", ".pbm", ".pnm")
 )
 """Endings of the images that Pillow reads."""
 

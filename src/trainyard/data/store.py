@@ -211,7 +211,7 @@ def encode_png(pixels_HWC: np.ndarray) -> bytes:
 
     Pillow chooses a filter for each row by size, mostly type 4, which no decoder undoes quickly: of its files a core
     decodes 0.67 times as many, and writes 0.55 times as many, for 7 per cent fewer bytes of a print and 1 of a photo
-    (`python -m benchmarks prints`: input_png and pillow_png).
+    (suite prints of benchmarks/README.md: input_png and pillow_png).
     """
     height, width, channels = pixels_HWC.shape
     rows = pixels_HWC.reshape(height, width * channels)

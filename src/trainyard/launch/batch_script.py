@@ -50,12 +50,13 @@ def build_parameters(
     """Return the parameters of submitit's SlurmExecutor; the other arguments are those of `submit.submit`."""
     cluster = plan.cluster
     source = f"source {shlex.quote(str(folder / 'attempt.sh'))}"
+    limits = " ".join(f"{cause}={count}" for cause, count in vars(cluster.attempts).items())
     return {
         **_build_request(plan, turn),
         "array_parallelism": parallel or len(runs),
         "setup": [
             f"export TRAINYARD_RUN={_render_run_folder(runs, folder)}",
-            f"export TRAINYARD_LIMITS={shlex.quote(_format_limits(cluster))} TRAINYARD_SIGNAL_S={plan.signal_s}",
+            f"export TRAINYARD_LIMITS={shlex.quote(limits)} TRAINYARD_SIGNAL_S={plan.signal_s}",
             f"export TRAINYARD_REQUEUE_S={cluster.requeue_wait_s}",
             *(["export TRAINYARD_TASK=packing"] if turn.only_packs else []),
             *([f"TRAINYARD_ON_END={shlex.quote(cluster.on_end)}"] if cluster.on_end else []),
@@ -148,10 +149,6 @@ def _render_run_folder(runs: Sequence[Path], folder: Path) -> str:
 def name_array_list(folder: Path, runs: Sequence[Path]) -> Path:
     """Return the path of an array's list of runs; `sweep --continue` must not overwrite that of a pending array."""
     return folder / f"runs-{hashlib.sha256(os.fsencode(chr(10).join(map(str, runs)))).hexdigest()[:12]}.txt"
-
-
-def _format_limits(cluster: Cluster) -> str:
-    return " ".join(f"{cause}={count}" for cause, count in vars(cluster.attempts).items())
 
 
 def build_rank_command(python: str, folder: Path) -> str:

@@ -22,10 +22,7 @@ from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import StopRequested, is_packed, prepare_data, restore_source, verify_packed
 from trainyard.errors import DiskError, DiskFull, OutOfDeviceMemory, UserError, format_failure
 from trainyard.files import AppendedFile, limit_writers, report_full_disk, write_atomically
-from trainyard.hardware import (
-    set_openmp_wait_policy,
-    show_own_mig_slice,
-)
+from trainyard.hardware import set_openmp_wait_policy, show_own_mig_slice
 from trainyard.node.choices import build_context, record_choices
 from trainyard.node.ranks import train_on_ranks
 from trainyard.plan.memory import StepConfig, count_disk_bytes, read_cache

@@ -23,7 +23,7 @@ from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import count_samples, describe_synthetic, explain_no_sample, suggest_first_try
 from trainyard.errors import UserError
 from trainyard.runs.trust import require_own_file
-from trainyard.text import find_nearest, join_names
+from trainyard.text import find_nearest, join_names, shorten_path
 
 USER_FILE = "trainyard.yaml"
 
@@ -170,7 +170,7 @@ def _read_roots(cluster: Cluster | None, environ: Mapping[str, str]) -> list[_Ro
             raise UserError(f"{path}: is no regular file. Expected YAML with data roots, or nothing. Remove it.")
         require_own_file(path, purpose="which data jobs train on")
     roots = [_Roots(str(path), load_user_file(path).data if exists else {}, exists)]
-    return roots if cluster is None else [*roots, _Roots(_shorten(cluster.path), cluster.data)]
+    return roots if cluster is None else [*roots, _Roots(str(shorten_path(cluster.path)), cluster.data)]
 
 
 def _refuse_slips(files: Sequence[_Roots], config: TrainConfig, jobs_dir: Path) -> None:
@@ -218,8 +218,3 @@ def _format_command(typed: Sequence[str], word: str) -> str:
     """Return the command that was typed, with other data."""
     kept = [one for one in typed if one != "--synthetic" and not one.startswith(("data.path=", "data.synthetic="))]
     return shlex.join(["trainyard", *kept, word])
-
-
-def _shorten(path: Path) -> str:
-    """Return a path as one would type it here."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -66,7 +66,10 @@ def write_board(root: Path) -> tuple[Path, int]:
         raise UserError(f"{root.absolute()}: {where}. Start one: trainyard run JOB (trainyard jobs lists them)")
     with exclusive_lock(root / _GUARD):  # of two writers, the later one has seen what the earlier one did
         statuses, note = read_statuses(runs)
-        statuses.sort(key=_find_place, reverse=True)
+        statuses.sort(
+            key=lambda one: (one.snapshot.created or estimate_creation_time(one.run), format_run_name(one.run)),
+            reverse=True,
+        )
         active = sum(status.state in ACTIVE for status in statuses)
         page = render_page(f"{len(runs):,} runs", _render(statuses, note, root))
         if active:
@@ -84,10 +87,6 @@ def update_board(run: Path) -> None:
         write_board(root)
     except Exception as error:  # the run has ended, and must not fail because of others
         logger.warning("{}: not written again: {}: {}", root / PAGE, type(error).__name__, error)
-
-
-def _find_place(status: Status) -> tuple[str, str]:
-    return status.snapshot.created or estimate_creation_time(status.run), format_run_name(status.run)
 
 
 def _render(statuses: Sequence[Status], note: str, root: Path) -> str:

@@ -134,7 +134,7 @@ def _measure_rates(trial: Trial, cached: list[MicroBatch], found: Diagnosis, *, 
         def load() -> int:
             begin, count = time.perf_counter(), 0
             while time.perf_counter() - begin < per_turn_s:
-                count += sum(_count_samples(batch) for batch in trial.take_micro_batches(stream))
+                count += sum(len(part.batch["sample_id"]) for part in trial.take_micro_batches(stream))
             return count * ranks
 
         def train() -> int:
@@ -166,10 +166,6 @@ def _drain(trial: Trial, stream: Iterator[MicroBatch]) -> None:
     for _ in range(trial.context.config.data.prefetch + 2):
         for _ in trial.take_micro_batches(stream):
             pass
-
-
-def _count_samples(batch: MicroBatch) -> int:
-    return len(batch.batch["sample_id"])
 
 
 def _measure(trial: Trial, work: Callable[[], T]) -> tuple[float, T]:

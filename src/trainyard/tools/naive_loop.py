@@ -174,8 +174,9 @@ class LoopRunner:
         starts_s: list[float] = []
         with self._prepare(loop) as take_step, closing(self._read(loop, starts_s)) as stream:
             warm_up_s, _ = self._time(take_step, stream, 1)
-            for _ in range(_count_read_ahead(loop, self.context.config.data.prefetch)):
-                next(stream)
+            workers = loop.workers * loop.prefetch
+            for _ in range(workers if loop.loader == "torch" else self.context.config.data.prefetch + 2):
+                next(stream)  # what the loader may have ready
             once_s, _ = self._time(take_step, stream, 1)
             before = len(starts_s)
             steps = self._counts.setdefault(("train", loop), max(2, round(seconds / once_s)))
@@ -396,8 +397,3 @@ class _Step:
             autocast=lambda: self._runner._autocast(self._loop),
         )
         return result.losses["loss"]
-
-
-def _count_read_ahead(loop: Loop, prefetch: int) -> int:
-    """Return how many micro-batches a loader may have ready while nobody takes them."""
-    return loop.workers * loop.prefetch if loop.loader == "torch" else prefetch + 2

@@ -31,13 +31,7 @@ from trainyard.errors import ALLOCATION_ERRORS, is_out_of_memory
 from trainyard.text import format_size
 from trainyard.train import distributed
 from trainyard.train.evaluate import predict_share
-from trainyard.train.out_of_memory import (
-    EVALUATION,
-    choose_smaller,
-    explain_out_of_memory,
-    name_phase,
-    release_memory,
-)
+from trainyard.train.out_of_memory import EVALUATION, choose_smaller, explain_out_of_memory, name_phase, release_memory
 from trainyard.train.precision import allow_nondeterministic_operators
 from trainyard.train.run_context import TRAIN, RunContext, read_one_step, refuse_batches_without_memory
 from trainyard.train.run_state import build_state

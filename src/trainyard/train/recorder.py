@@ -27,12 +27,7 @@ from trainyard.runs.events import (
     read_lines,
     start_new_file,
 )
-from trainyard.train.run_context import (
-    VALIDATION,
-    RunContext,
-    compute_total_steps,
-    describe_monitor,
-)
+from trainyard.train.run_context import VALIDATION, RunContext, compute_total_steps, describe_monitor
 from trainyard.train.step import Progress
 from trainyard.train.trackers import open_tracker
 

@@ -300,12 +300,13 @@ def _run_checkpointed(layer: nn.Module, forward: Callable[..., Any], *args: Any,
     """
     if torch.compiler.is_compiling():
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    contexts = partial(_make_recompute_contexts, layer)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-def _make_recompute_contexts(layer: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _freeze_batch_statistics(layer)
+    return checkpoint(
+        forward,
+        *args,
+        use_reentrant=False,
+        context_fn=lambda: (nullcontext(), _freeze_batch_statistics(layer)),
+        **kwargs,
+    )
 
 
 @contextmanager
