@@ -315,6 +315,7 @@ def test_a_killed_run_on_uncompressed_images_ends_as_a_run_on_files_and_predicts
         assert {line["system"] for one in read_evaluations(run)[2:] for line in one.lines} == {
             "run",
             "BLPOC",
+            "matcher",
             "untrained matcher",
         }
     assert np.array_equal(*embedded)
