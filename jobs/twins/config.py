@@ -54,6 +54,9 @@ class HeadSettings:
         "how branch losses are summed: by learned uncertainty (exp(-w) L + w) / 2, or with branch_shares",
         choices=("learned", "fixed"),
     )
+    pixels: float = option(
+        0.0, "share of the likeness of the raw pixels in the score of two faces; with few faces it helps", low=0, high=1
+    )
     branch_shares: list[float] = option(lambda: [1.0, 1.0, 0.3], "weights of SA, GLCA and PWCA, for weighting=fixed")
 
 

@@ -52,6 +52,7 @@ def build(config: Config, data: DataInfo) -> "TwinsModule":
     return module
 
 
+_PIXELS = 32  # rows and columns, at least, of the gray image that is part of an embedding, with `head.pixels`
 _SHOWN = 4
 _SHOWN_KINDS = {  # the kind of pair, and 1 for the lowest scores first
     "One person, lowest scores": (protocol.SAME, 1),
@@ -163,12 +164,21 @@ class TwinsModule(TrainModule):
         return (loss_N * loss_N.new_tensor([share[name] for name in self.branches])).sum()
 
     def predict(self, batch: Batch) -> dict[str, Tensor]:
-        """Return unit-length embeddings (B, D or 2 D) float32. The pair-wise path is not used."""
+        """Return unit-length embeddings (B, D or 2 D) float32, pixels after it. The pair-wise path is not used.
+
+        With a share p of pixels the inner product is (1 - p) of the network's cosine and p of the pixels'.
+        """
         tokens = self.network(batch["image"])
         parts = [self.necks["sa"](tokens.sa_BD.float())]
         if tokens.glca_BD is not None:
             parts.append(self.necks["glca"](tokens.glca_BD.float()))
-        return {"embedding": functional.normalize(torch.cat(parts, dim=1), dim=1), "sample_id": batch["sample_id"]}
+        embedding_BE = functional.normalize(torch.cat(parts, dim=1), dim=1)
+        if share := self.head.pixels:
+            gray_B1HW = batch["image"].float().mean(dim=1, keepdim=True)
+            small_B1HW = functional.avg_pool2d(gray_B1HW, [max(1, side // _PIXELS) for side in gray_B1HW.shape[2:]])
+            weighted = [(1 - share) ** 0.5 * embedding_BE, share**0.5 * normalise_pixels(small_B1HW)]
+            embedding_BE = torch.cat(weighted, dim=1)
+        return {"embedding": embedding_BE, "sample_id": batch["sample_id"]}
 
     def describe_predict(self) -> Signature:
         """Return what the network takes and returns."""
@@ -211,7 +221,7 @@ class TwinsModule(TrainModule):
         """
         embeddings = {"raw pixels": embed_pixels(evaluated.read_batches())}
         if "glca" in self.branches:
-            sa = rows["embedding"][:, : rows["embedding"].shape[1] // 2]
+            sa = rows["embedding"][:, : self.network.cls_token.shape[2]]
             embeddings["SA branch alone"] = sa / np.linalg.norm(sa, axis=1, keepdims=True)
         found = {}
         for name, embedding in embeddings.items():
@@ -317,9 +327,14 @@ def embed_pixels(batches: Iterable[Batch]) -> np.ndarray:
     """Return each image, as the model gets it, as a vector of mean 0 and length 1: (N, pixels) float32."""
     found = []
     for batch in batches:
-        pixels_BP = batch["image"].flatten(1)
-        found.append(functional.normalize(pixels_BP - pixels_BP.mean(dim=1, keepdim=True), dim=1).cpu().numpy())
+        found.append(normalise_pixels(batch["image"]).cpu().numpy())
     return np.concatenate(found)
+
+
+def normalise_pixels(images_BCHW: Tensor) -> Tensor:
+    """Return each image as a vector of mean 0 and length 1: (B, C H W)."""
+    pixels_BP = images_BCHW.flatten(1)
+    return functional.normalize(pixels_BP - pixels_BP.mean(dim=1, keepdim=True), dim=1)
 
 
 class Neck(nn.BatchNorm1d):

@@ -144,3 +144,15 @@ def test_a_set_without_twins_is_scored_on_strangers() -> None:
     embedding = np.eye(columns["person"].max() + 1)[columns["person"]]
     metrics = module.score(make_rows(data, embedding, "val"))
     assert metrics["auc_random"] == 1.0 and "auc_twin" not in metrics
+
+
+@torch.inference_mode()
+def test_the_score_of_two_faces_is_the_stated_share_of_both_likenesses() -> None:
+    data = make_data(family_counts={"train": 4, "val": 2, "test": 2}, per_person=2)
+    module, mixed = (make_module(make_config(pixels=share), data).eval() for share in (0.0, 0.25))
+    mixed.load_state_dict(module.state_dict())
+    batch = make_batch(data, data.train_ids)
+    alone, both = (one.predict(batch)["embedding"] for one in (module, mixed))
+    gray = batch["image"].float().mean(dim=1).flatten(1)  # 32 x 32 px: none are joined
+    pixels = torch.nn.functional.normalize(gray - gray.mean(dim=1, keepdim=True), dim=1)
+    torch.testing.assert_close(both @ both.T, 0.75 * alone @ alone.T + 0.25 * pixels @ pixels.T)
