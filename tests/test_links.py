@@ -5,6 +5,8 @@ from pathlib import Path
 
 from tests.checkout import PLACES, ROOT, list_files
 from tests.commands_page import build_page
+from tests.diagrams import draw_all
+from trainyard.runs.state import State
 
 
 def find_broken_links(page: Path) -> list[str]:
@@ -49,3 +51,11 @@ def test_what_the_first_page_shows_of_a_bad_day_is_what_a_test_saw():
 def test_the_page_of_commands_is_what_the_parsers_say():
     written = (ROOT / "docs" / "commands.md").read_text()
     assert written == build_page(), "type: python -m tests.commands_page > docs/commands.md"
+
+
+def test_the_diagrams_are_what_their_tables_and_the_code_say():
+    page, diagrams = (ROOT / "docs" / "how-it-works.md").read_text(), draw_all()
+    assert set(re.findall(r"\((\w+\.svg)\)", page)) == set(diagrams)
+    written = {name: (ROOT / "docs" / name).read_text() for name in diagrams}
+    assert written == diagrams, "type: python -m tests.diagrams"
+    assert [state for state in State if f">{state}<" not in written["states.svg"]] == []

@@ -13,7 +13,7 @@ from trainyard.plan.memory import CONTEXT_GIB, FRAGMENTS_SHARE, StepConfig
 from trainyard.plan.predict import Predictor
 
 RATIOS = (0.9, 1.1)
-"""Predicted / observed memory of a step, as docs/plan.md says: below, a plan's reserve for fragments is too small."""
+"""Predicted / observed memory of a step, see benchmarks/plan.md: below, a plan's reserve for fragments is too small."""
 
 _GIB = 2**30
 
