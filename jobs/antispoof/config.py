@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainyard.config.settings import TrainConfig, option
+from trainyard.config.settings import PackingPace, TrainConfig, option
 
 
 @dataclass
@@ -125,6 +125,8 @@ class EvaluationSettings:
 @dataclass
 class Config(TrainConfig):
     """All options of an antispoof job."""
+
+    packing_pace = PackingPace(0.014, 0.0003, 17.5)
 
     frontend: FrontendSettings = option(FrontendSettings, "waveforms to feature maps")
     model: ModelSettings = option(ModelSettings, "network")

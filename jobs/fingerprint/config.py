@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainyard.config.settings import StoreSettings, TrainConfig, option
+from trainyard.config.settings import PackingPace, StoreSettings, TrainConfig, option
 from trainyard.errors import UserError
 
 DENSE, SHIPPED = "dense", "shipped"
@@ -149,6 +149,8 @@ class EvaluationSettings:
 @dataclass
 class Config(TrainConfig):
     """All options of a fingerprint job."""
+
+    packing_pace = PackingPace(0.028, 0.046, 63)
 
     model: ModelSettings = option(ModelSettings, "network")
     head: HeadSettings = option(HeadSettings, "loss")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainyard.config.settings import EvaluationSettings, ReportSettings, TrainConfig, option
+from trainyard.config.settings import EvaluationSettings, PackingPace, ReportSettings, TrainConfig, option
 from trainyard.data.amounts import MARKS
 
 
@@ -90,6 +90,8 @@ class PackingSettings:
 @dataclass
 class Config(TrainConfig):
     """All options of a pricing job."""
+
+    packing_pace = PackingPace(0.0001, 0.0035, 20)  # rows alone were measured; an image counts above 20 kB
 
     model: ModelSettings = option(ModelSettings, "network")
     rates: RateSettings = option(RateSettings, "learning rates by depth")

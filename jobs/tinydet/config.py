@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainyard.config.settings import ReportSettings, TrainConfig, option
+from trainyard.config.settings import PackingPace, ReportSettings, TrainConfig, option
 
 
 @dataclass
@@ -155,6 +155,8 @@ class EvaluationSettings:
 @dataclass
 class Config(TrainConfig):
     """All options of a tinydet job."""
+
+    packing_pace = PackingPace(0.019, 0.0026, 41)
 
     model: ModelSettings = option(ModelSettings, "network")
     loss: LossSettings = option(LossSettings, "matching and losses")

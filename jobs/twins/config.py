@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainyard.config.settings import StoreSettings, TrainConfig, option
+from trainyard.config.settings import PackingPace, StoreSettings, TrainConfig, option
 
 
 @dataclass
@@ -87,6 +87,8 @@ class EvaluationSettings:
 @dataclass
 class Config(TrainConfig):
     """All options of a twins job."""
+
+    packing_pace = PackingPace(0.0075, 0.0003, 3.6)
 
     model: ModelSettings = option(ModelSettings, "network")
     head: HeadSettings = option(HeadSettings, "losses")

@@ -4,7 +4,7 @@ import math
 import re
 import sys
 from dataclasses import Field, dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from trainyard.config.duration import Duration
 from trainyard.errors import UserError
@@ -281,9 +281,19 @@ class TrackingSettings:
     tags: list[str] = option(list, "tags in W&B and MLflow, such as [night,baseline]")
 
 
+class PackingPace(NamedTuple):
+    """What a sample costs one core, as `python -m benchmarks.packing_pace` measures it."""
+
+    draw_s: float  # to synthesize it
+    pack_s: float  # to read, encode and write it
+    raw_kb: float  # of the raw files that were measured; larger ones take longer in proportion
+
+
 @dataclass
 class TrainConfig:
     """The options of every job. A family subclasses this in its `config.py` and adds its own options."""
+
+    packing_pace: ClassVar[PackingPace] = PackingPace(0.05, 0.15, 64)  # slower than any that was measured
 
     job: str = option("", "preset; filled in by the launcher")
     family: str = option("", "folder of the preset; filled in by the launcher")

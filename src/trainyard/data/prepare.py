@@ -196,14 +196,25 @@ def count_samples(config: TrainConfig, jobs_dir: Path) -> int:
     """
     from trainyard.data.index import read_index
 
-    folder = Path(config.data.path)
     if is_packed(config):
-        index = read_index(folder)
+        index = read_index(Path(config.data.path))
         check_packed(index, config)
         return index.count
+    return measure_raw(config, jobs_dir)[0]
+
+
+def measure_raw(config: TrainConfig, jobs_dir: Path) -> tuple[int, int]:
+    """Return how many samples the raw files in `data.path` are, and about how many bytes; opens no image or sound.
+
+    Raises:
+        UserError: there is no such folder, or the family refuses the raw files.
+    """
+    raw, seen = Path(config.data.path), Seen(set())
     family = load_family(jobs_dir, config.family, "pack")
-    _require_folder(folder, family)
-    return sum(1 for _ in family.samples(folder, config))
+    _require_folder(raw, family)
+    for _ in seen.watch(family.samples(raw, config)):
+        pass
+    return seen.count, seen.estimate_bytes() + (raw.stat().st_size if raw.is_file() else 0)
 
 
 def check_packed(index: "Index", config: TrainConfig) -> None:
@@ -489,6 +500,11 @@ class Seen:
     def is_read(self, path: Path) -> bool:
         """Return whether a file is a table that was read, or a sample's raw file."""
         return path in self._read or hash(path) in self._sources
+
+    def estimate_bytes(self) -> int:
+        """Return the size of all raw files, by the mean of those whose samples were kept."""
+        sizes = [path.stat().st_size for path in {one.source for one in self._kept} if path and path.is_file()]
+        return len(self._sources) * sum(sizes) // max(len(sizes), 1)
 
     def describe_examples(self) -> list[str]:
         """Return a table of five samples: their names, and what the listing says of each."""

@@ -5,18 +5,27 @@ The CPU nodes are the first entry of the cluster file with `card: cpu`. Loads no
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 
 from trainyard.choice import Choice
 from trainyard.cluster.description import format_minutes
 from trainyard.cluster.options import choose_options, keep_options
 from trainyard.config.settings import TrainConfig
-from trainyard.data.prepare import find_packed, is_packed, packs_the_same
+from trainyard.data.prepare import find_packed, is_packed, measure_raw, packs_the_same
 from trainyard.plan.make_plan import choose_time
 from trainyard.plan.resources import Code, Plan, ResourceRequest
+from trainyard.text import format_size
 
 PACKS = "packs data"
 """Why the plan of a job that packs has its nodes."""
+
+LEAST_CORES, LEAST_MIN = 4, 30
+"""What packing requests at least: less starts no sooner, and reading a slow file system takes time, too."""
+
+RESERVE = 3
+"""How many times the time that a family was measured to take is requested. If that is too little, packing is requeued
+at its time limit, and resumes."""
 
 _IN_THE_RUN = "in the run, on its first node"
 
@@ -30,7 +39,7 @@ class PackingChoice:
 
 
 def choose_packing(plan: Plan, jobs_dir: Path, *, code: Code | None = None) -> PackingChoice:
-    """Choose where the data of a planned run are packed; lists raw files only if some of the family were packed before.
+    """Choose where the data of a planned run are packed; lists raw files if a Slurm job could pack them.
 
     Args:
         code: what the run executes; None: today's.
@@ -58,12 +67,12 @@ def choose_packing(plan: Plan, jobs_dir: Path, *, code: Code | None = None) -> P
         return PackingChoice(None, Choice(_IN_THE_RUN, f"{code.folder} is older code, which cannot pack alone"))
     if packed := find_packed(config, jobs_dir):
         return PackingChoice(None, Choice("none", f"the same data are packed: {packed}"))
-    job = _make_plan(plan, hw)
+    job = _make_plan(plan, hw, jobs_dir)
     return PackingChoice(
         job,
         Choice(
             f"Slurm job on {job.options['partition']}: {job.kind.cores_per_gpu} cores, {format_minutes(job.time_min)}",
-            f"packs and verifies before the GPUs are requested; cores: a whole node of {hw}; time: {job.why_time}",
+            f"packs and verifies before the GPUs are requested; {job.why_time}",
         ),
     )
 
@@ -82,18 +91,21 @@ def choose_shared_packing(
     return choice
 
 
-def _make_plan(plan: Plan, hw: str) -> Plan:
-    """Return the plan of a job that packs with all cores of one node, in the container image that the run uses."""
+def _make_plan(plan: Plan, hw: str, jobs_dir: Path) -> Plan:
+    """Return the plan of a job that packs on one node, in the container image that the run uses."""
     cluster, node = plan.cluster, plan.cluster.gpus[hw]
+    node_cores, node_gib = node.cores_per_gpu * node.per_node, node.memory_gib_per_gpu * node.per_node
+    cores, time = _choose_size(
+        _estimate_work(plan.config, jobs_dir), node_cores, choose_time(hw, node, cluster, ResourceRequest())
+    )
     kind = replace(
         node,
         card=plan.kind.card,  # decides the container image
         per_node=1,
-        cores_per_gpu=node.cores_per_gpu * node.per_node,
-        memory_gib_per_gpu=node.memory_gib_per_gpu * node.per_node,
+        cores_per_gpu=cores,
+        memory_gib_per_gpu=-(-node_gib * cores // node_cores),
     )
     stated = keep_options(plan.stated, same_nodes=False, stated={})
-    time = choose_time(hw, kind, cluster, ResourceRequest())
     return replace(
         plan,
         hw=hw,
@@ -107,3 +119,36 @@ def _make_plan(plan: Plan, hw: str) -> Plan:
         why_hw=PACKS,
         why_time=time.reason,
     )
+
+
+def _estimate_work(config: TrainConfig, jobs_dir: Path) -> Choice[float] | None:
+    """Return the core-seconds that packing takes, drawing included, and of what; None if the raw files are not there.
+
+    Raises:
+        UserError: the raw files cannot be listed.
+    """
+    pace = config.packing_pace
+    if not config.data.path:
+        return Choice(config.data.synthetic * (pace.draw_s + pace.pack_s), f"{config.data.synthetic:,} drawn samples")
+    if not Path(config.data.path).exists():
+        return None
+    samples, size_bytes = measure_raw(config, jobs_dir)
+    work_s = max(samples, size_bytes / (1e3 * pace.raw_kb)) * pace.pack_s
+    return Choice(work_s, f"{samples:,} samples" + (f" of {format_size(size_bytes)}" if size_bytes else ""))
+
+
+def _choose_size(work: Choice[float] | None, node_cores: int, longest: Choice[int]) -> tuple[int, Choice[int]]:
+    """Choose cores and minutes: more cores while the work would take longer than the least time, then more time."""
+    if work is None:
+        return node_cores, Choice(
+            longest.value, f"a whole node for the {longest.reason}: the samples are not counted yet"
+        )
+    core_min = RESERVE * work.value / 60
+    cores = min(node_cores, max(LEAST_CORES, ceil(core_min / LEAST_MIN)))
+    wanted_min = max(LEAST_MIN, ceil(core_min / cores))
+    limit = f", at most the {longest.reason}" if wanted_min > longest.value else ""
+    reason = (
+        f"{work.reason} take {work.value / 60:,.0f} core-minutes at the measured rate; {RESERVE} times that, at least "
+        f"{min(LEAST_CORES, node_cores)} cores and {format_minutes(LEAST_MIN)}{limit}"
+    )
+    return cores, Choice(min(wanted_min, longest.value), reason)
