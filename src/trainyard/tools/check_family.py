@@ -24,10 +24,9 @@ from trainyard.data.order import shuffle
 from trainyard.data.prepare import prepare_data
 from trainyard.data.shards import Audio, Ragged, ShardSet
 from trainyard.data.splits import find_splits
-from trainyard.errors import UserError, find_place
+from trainyard.errors import INTERFACE, UserError, find_place
 from trainyard.text import join_names, quote_path
 from trainyard.tools.exact_runs import RunsDiffer, compare_runs
-from trainyard.tools.new_family import INTERFACE
 from trainyard.train.contract import build_module, compute_first_losses, try_predict
 from trainyard.train.module import DataInfo, TrainModule
 from trainyard.train.own_optimizer import is_own
