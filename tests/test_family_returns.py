@@ -1,5 +1,6 @@
 """What a family's code returns is checked where it is first used: one sentence with the file and line of that code."""
 
+import pickle
 import re
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +15,7 @@ from torch import Tensor
 from trainyard import cli
 from trainyard.data.pack import pack
 from trainyard.data.shards import Ragged, Sample
-from trainyard.errors import UserError
+from trainyard.errors import INTERFACE, ContractError, UserError
 from trainyard.runs.events import read_metrics
 from trainyard.train.contract import check_losses, check_metrics, check_rows
 from trainyard.train.module import Batch, TrainModule
@@ -307,8 +308,33 @@ MISTAKES = {
     ),
     "splits forgets to return": (SPLIT, SPLIT[7:], r"pack\.py:23: splits returned nothing"),
     "splits returns a list": (SPLIT, "return [1, 2]", r"pack\.py:23: splits returned list"),
+    "splits shares a sample": (SPLIT, SPLIT.replace("(8, 12", "(7, 12"), r"pack\.py: splits: 1 of the 5 ids in 'val'"),
+    "an artifact is a number": (
+        "def splits(",
+        "def fit_artifacts(raw, config):\n    return {'mean': 1.5}\n\n\ndef splits(",
+        r"pack\.py:\d+: fit_artifacts: 'mean' is float 1\.5",
+    ),
+    "a parameter is in no group": (
+        "    def describe_predict",
+        "    def parameter_groups(self, weight_decay):\n        return [{'params': [self.layer.bias]}]\n\n"
+        "    def describe_predict",
+        r"module\.py: Tiny\.parameter_groups: layer\.weight is in no group",
+    ),
+    "build_optimizer forgets to return": (
+        "    def describe_predict",
+        "    def build_optimizer(self, groups, config):\n        pass\n\n    def describe_predict",
+        r"module\.py:\d+: Tiny\.build_optimizer returned nothing",
+    ),
 }
 """What is written instead of what, and what is said of it."""
+
+OWN_EXCEPTIONS = ("a name is wrong", "load fails", "load fails in a library")
+"""Mistakes that are no matter of the contract: the family's code raises by itself."""
+
+
+def test_a_broken_contract_names_the_page_about_it_once_also_from_another_process():
+    error = pickle.loads(pickle.dumps(ContractError("pack.py: wrong.")))  # noqa: S301
+    assert str(error) == f"pack.py: wrong. {INTERFACE} says what a family owes." and INTERFACE.is_file()
 
 
 def plant(jobs: Path, old: str, new: str) -> None:
@@ -344,6 +370,8 @@ def test_a_mistake_in_a_family_is_said_before_the_first_step_with_its_file(name,
     shown = capsys.readouterr().err
     last = re.sub(r"(?s)^.*\n(?=[A-Z]\w+Error: |In the family)", "", f"\n{shown}")
     assert re.search(said, shown), shown
+    if name not in OWN_EXCEPTIONS:
+        assert last.splitlines()[0].endswith(f" {INTERFACE} says what a family owes."), last
     assert len(last.splitlines()) < 12 and "Traceback" not in shown, shown
     run = tmp_path / "runs/tiny/r"
     assert not run.exists() or not list(read_metrics(run))

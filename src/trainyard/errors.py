@@ -3,6 +3,12 @@
 import re
 import resource
 import traceback
+from pathlib import Path
+
+INTERFACE = Path(__file__).with_name("templates") / "INTERFACE.md"
+"""The page about what a family owes, and may bring."""
+
+SEE_INTERFACE = f" {INTERFACE} says what a family owes."
 
 
 class UserError(ValueError):
@@ -12,6 +18,13 @@ class UserError(ValueError):
     where the wrong value enters; the command line prints it and exits with code 2. Any other exception that escapes
     is our bug and keeps its traceback.
     """
+
+
+class ContractError(UserError):
+    """A family's code returns or does something else than training needs; the message ends with the page about that."""
+
+    def __str__(self) -> str:  # not in __init__, which another process calls with the message when it unpickles this
+        return f"{super().__str__().rstrip('.')}.{SEE_INTERFACE}"
 
 
 class FormatError(UserError):

@@ -10,8 +10,9 @@ from loguru import logger
 
 from trainyard.cli.verb import Verbs, add_verb
 from trainyard.config.families import format_families, list_roots
+from trainyard.errors import INTERFACE
 from trainyard.terminal import say
-from trainyard.tools.new_family import INTERFACE, create_family, list_templates
+from trainyard.tools.new_family import create_family, list_templates
 
 
 def add_commands(verbs: Verbs) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from trainyard.errors import ConfigError, UserError
+from trainyard.errors import ConfigError, ContractError, UserError
 from trainyard.text import find_nearest, join_names
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -130,7 +130,7 @@ def load_family(jobs_dir: Path, family: str, part: str) -> ModuleType:
     file = jobs_dir / family / f"{part}.py"
     name, expected = _PARTS[part]
     if not file.is_file():
-        raise UserError(f"{file}: no such file. A family needs it, with {expected}.")
+        raise ContractError(f"{file}: no such file. A family needs it, with {expected}.")
     package = import_root(jobs_dir)
     try:
         module = importlib.import_module(f"{package}.{family}.{part}")
@@ -144,9 +144,9 @@ def load_family(jobs_dir: Path, family: str, part: str) -> ModuleType:
             "here. Import the family's own modules as 'from .config import Config'."
         ) from None
     if not hasattr(module, name):
-        raise UserError(f"{file}: has no '{name}'. Expected {expected}.")
+        raise ContractError(f"{file}: has no '{name}'. Expected {expected}.")
     if part == "config" and not _is_config_type(module.Config):
-        raise UserError(f"{file}: 'Config' is not a dataclass that extends TrainConfig. Expected {expected}.")
+        raise ContractError(f"{file}: 'Config' is not a dataclass that extends TrainConfig. Expected {expected}.")
     return module
 
 
@@ -172,7 +172,7 @@ def require_mapping(function: Any, found: Any, expected: str, *, key: str = "") 
     if not isinstance(found, Mapping) or (key and key not in found):
         named = isinstance(found, Mapping)
         said = (join_names(list(map(str, found))) or "no names") if named else describe_value(found)
-        raise UserError(f"{locate_code(function)} returned {said}; expected {expected}.")
+        raise ContractError(f"{locate_code(function)} returned {said}; expected {expected}.")
     return found
 
 
@@ -206,7 +206,7 @@ def refuse_own_randomness(where: str, instead: str) -> Iterator[None]:
     after = random.getstate(), pickle.dumps(np.random.get_state())
     for name, one, other in zip(("Python's random", "numpy.random"), before, after, strict=True):
         if one != other:
-            raise UserError(f"{where} draws from {name}, whose state no run seeds or saves. Use {instead}.")
+            raise ContractError(f"{where} draws from {name}, whose state no run seeds or saves. Use {instead}.")
 
 
 def import_root(root: Path) -> str:

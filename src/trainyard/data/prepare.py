@@ -21,7 +21,7 @@ from trainyard.config.settings import JPEG, KEEP, StoreSettings, TrainConfig
 from trainyard.data.generator import hash_generator, hash_packing
 from trainyard.data.raw import count_by_suffix, describe_unread, list_once, recall_listing, remember_listing
 from trainyard.data.splits import find_splits
-from trainyard.errors import UserError
+from trainyard.errors import ContractError, UserError
 from trainyard.files import (
     FlockRefused,
     exclusive_lock,
@@ -155,7 +155,7 @@ def _fit_artifacts(family: Any, raw: Path, config: TrainConfig, folder: Path) ->
     artifacts = require_mapping(family.fit_artifacts, family.fit_artifacts(raw, config), "a text for each name")
     for name, value in artifacts.items():
         if not isinstance(value, str):
-            raise UserError(
+            raise ContractError(
                 f"{locate_code(family.fit_artifacts)}: '{name}' is {describe_value(value)}; expected a text, such as "
                 "json.dumps(...)."
             )
@@ -531,13 +531,15 @@ def _list_samples(pack: Any, raw: Path, config: TrainConfig) -> "Iterator[Sample
 
     found = pack.samples(raw, config)
     if not isinstance(found, Iterable):
-        raise UserError(f"{locate_code(pack.samples)} returned {describe_value(found)}; expected it to yield Samples.")
+        raise ContractError(
+            f"{locate_code(pack.samples)} returned {describe_value(found)}; expected it to yield Samples."
+        )
     for sample in found:
         if not isinstance(sample, Sample):
-            raise UserError(f"{locate_code(pack.samples)} yielded {describe_value(sample)}; expected a Sample.")
+            raise ContractError(f"{locate_code(pack.samples)} yielded {describe_value(sample)}; expected a Sample.")
         if not isinstance(sample.key, str):
             key = describe_value(sample.key)
-            raise UserError(f"{locate_code(pack.samples)}: the key of a Sample is {key}; expected text.")
+            raise ContractError(f"{locate_code(pack.samples)}: the key of a Sample is {key}; expected text.")
         yield sample
 
 

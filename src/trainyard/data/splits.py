@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from trainyard.config.families import require_mapping
 from trainyard.config.settings import TrainConfig
-from trainyard.errors import UserError
+from trainyard.errors import ContractError
 from trainyard.text import join_names
 
 if TYPE_CHECKING:
@@ -42,24 +42,24 @@ def find_splits(pack: ModuleType, data: Samples, config: TrainConfig) -> "dict[s
     named = require_mapping(pack.splits, returned, "the sample ids of each set, (n,) int64, by its name")
     found = {name: np.asarray(ids) for name, ids in named.items()}
     if _TRAIN not in found:
-        raise UserError(f"{where}: expected a set 'train', found {join_names(list(found)) or 'none'}.")
+        raise ContractError(f"{where}: expected a set 'train', found {join_names(list(found)) or 'none'}.")
     for name, ids in found.items():
         if ids.shape == (0,):
             found[name] = ids = ids.astype(np.int64)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise UserError(f"{where}: '{name}' is {ids.dtype} {ids.shape}; expected sample ids, int64 (n,).")
+            raise ContractError(f"{where}: '{name}' is {ids.dtype} {ids.shape}; expected sample ids, int64 (n,).")
         if ids.size and not 0 <= ids.min() <= ids.max() < count:
             wrong = next(i for i in ids.tolist() if not 0 <= i < count)
-            raise UserError(f"{where}: '{name}' has the id {wrong}, but the samples are 0 .. {count - 1}.")
+            raise ContractError(f"{where}: '{name}' has the id {wrong}, but the samples are 0 .. {count - 1}.")
     trains = np.zeros(count, dtype=bool)
     trains[found[_TRAIN]] = True
     for name in found.keys() - {_TRAIN}:
         ids = found[name]
         if shared := int(trains[ids].sum()):
-            raise UserError(
+            raise ContractError(
                 f"{where}: {shared} of the {len(ids)} ids in '{name}' are in 'train', too, so its scores would be too "
                 "good. A sample is in one set."
             )
         if len(np.unique(ids)) < len(ids):
-            raise UserError(f"{where}: ids are repeated in '{name}'. Only 'train' may repeat them, to oversample.")
+            raise ContractError(f"{where}: ids are repeated in '{name}'. Only 'train' may repeat them, to oversample.")
     return {name: ids.astype(np.int64, copy=False) for name, ids in found.items()}

@@ -25,7 +25,7 @@ from pathlib import Path
 from trainyard.config.families import get_aliases, import_aliases
 from trainyard.data.store import load_resizing
 from trainyard.data.write_shard import ShardTask, WrittenShard, locate_load, write_shard
-from trainyard.errors import UserError
+from trainyard.errors import ContractError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
 """What a terminal and Slurm send to the whole tree: the packing process decides what follows."""
@@ -104,7 +104,7 @@ def _explain_unpicklable(task: ShardTask) -> Iterator[None]:
             try:
                 pickle.dumps(sample)
             except _UNPICKLABLE as error:
-                raise UserError(
+                raise ContractError(
                     f"{locate_load(sample)} cannot be sent to the process that packs: {error}. Expected a function of "
                     "the module, or functools.partial of one with plain values."
                 ) from None

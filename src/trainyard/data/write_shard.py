@@ -25,7 +25,7 @@ from trainyard.data.headers import BadRecord, read_audio_shape, read_image_shape
 from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, IMAGE, PCM, RAGGED
 from trainyard.data.shards import KEY, Audio, Loaded, Ragged, Sample
 from trainyard.data.store import InputStore, JpegStore, Store, find_region, scale_region
-from trainyard.errors import UserError, find_place
+from trainyard.errors import ContractError, UserError, find_place
 from trainyard.files import DISK_FULL, FORMATS, PACKED_DATA, open_atomically
 from trainyard.text import join_names
 
@@ -234,31 +234,33 @@ def _check_loaded(sample: Sample, loaded: Any, first: Loaded) -> None:
     """Raise a UserError about the family's code unless `load` returned what can be packed, as for the first sample."""
     where = locate_load(sample)
     if not isinstance(loaded, dict):
-        raise UserError(f"{where} returned {type(loaded).__name__}; expected a dict of records and columns by name.")
+        raise ContractError(
+            f"{where} returned {type(loaded).__name__}; expected a dict of records and columns by name."
+        )
     if first and list(loaded) != list(first):
-        raise UserError(f"{where} returned {join_names(list(loaded))}, and of the first {join_names(list(first))}.")
+        raise ContractError(f"{where} returned {join_names(list(loaded))}, and of the first {join_names(list(first))}.")
     for name, value in {**sample.columns, **loaded}.items():
         if name in _RESERVED:
-            raise UserError(f"{where}: '{name}' is reserved: a batch has it already. Choose another name.")
+            raise ContractError(f"{where}: '{name}' is reserved: a batch has it already. Choose another name.")
         if isinstance(value, bytes) and name != IMAGE:
-            raise UserError(
+            raise ContractError(
                 f"{where}: '{name}' is bytes of an image, and only '{IMAGE}' is decoded: it would be in no batch. Pack "
                 "its pixels as an array."
             )
         if not (form := _describe_form(value)):
             found = describe_value(value) if isinstance(value, np.ndarray) else type(value).__name__
-            raise UserError(
+            raise ContractError(
                 f"{where}: '{name}' is {found}; expected an image's bytes, a NumPy array of numbers, Ragged, Audio, a "
                 "number or text."
             )
         other = first.get(name, value)
         if isinstance(value, np.ndarray) and isinstance(other, np.ndarray) and value.shape != other.shape:
-            raise UserError(
+            raise ContractError(
                 f"{where}: '{name}' has the shape {value.shape}, and of the first {other.shape}. Wrap arrays that vary "
                 "in their first axis: Ragged(array)"
             )
         if form != (of_first := _describe_form(other)):
-            raise UserError(f"{where}: '{name}' is {form}, and of the first {of_first}. All samples need the same.")
+            raise ContractError(f"{where}: '{name}' is {form}, and of the first {of_first}. All samples need the same.")
 
 
 def _describe_form(value: Any) -> str:

@@ -24,10 +24,9 @@ from trainyard.data.order import shuffle
 from trainyard.data.prepare import prepare_data
 from trainyard.data.shards import Audio, Ragged, ShardSet
 from trainyard.data.splits import find_splits
-from trainyard.errors import UserError, find_place
+from trainyard.errors import INTERFACE, SEE_INTERFACE, UserError, find_place
 from trainyard.text import join_names, quote_path
 from trainyard.tools.exact_runs import RunsDiffer, compare_runs
-from trainyard.tools.new_family import INTERFACE
 from trainyard.train.contract import build_module, compute_first_losses, try_predict
 from trainyard.train.module import DataInfo, TrainModule
 from trainyard.train.own_optimizer import is_own
@@ -125,7 +124,7 @@ def check_family(jobs_dir: Path, family: str, scratch: Path) -> Iterator[Result]
         try:
             check(subject)
         except (CheckFailed, UserError) as error:
-            failure = str(error)
+            failure = str(error).removesuffix(SEE_INTERFACE)  # once, at the end
         except Exception as error:  # the family's code, which is being tried, may raise anything
             failure = f"{type(error).__name__}: {error} ({find_place(error)})"
         yield Result(name, "as said above" if failure in said else failure)

@@ -12,10 +12,6 @@ TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
 _NAME = "FAMILY"  # stands for the family's name, in the names of files and in text that is not Python
 
 
-INTERFACE = TEMPLATES / "INTERFACE.md"
-"""What a family owes, and may bring."""
-
-
 def list_templates() -> dict[str, str]:
     """Return the kinds of family, each with the sentence that its README begins with."""
     readmes = sorted(TEMPLATES.glob("*/README.md"))

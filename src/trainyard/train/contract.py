@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainyard.config.families import describe_value, load_family, locate_code, refuse_own_randomness, require_mapping
 from trainyard.config.settings import TrainConfig
-from trainyard.errors import UserError
+from trainyard.errors import ContractError
 from trainyard.text import join_names
 from trainyard.train.module import Batch, DataInfo, Signature, TrainModule
 
@@ -32,7 +32,7 @@ def build_module(jobs_dir: Path, config: TrainConfig, info: DataInfo) -> TrainMo
     build = load_family(jobs_dir, config.family, "module").build
     module = build(config, info)
     if not isinstance(module, TrainModule):
-        raise UserError(f"{locate_code(build)} returned {describe_value(module)}; expected a TrainModule.")
+        raise ContractError(f"{locate_code(build)} returned {describe_value(module)}; expected a TrainModule.")
     return module
 
 
@@ -56,7 +56,7 @@ def _require_copy(kind: type, name: str, value: Any) -> None:
     try:
         copy.deepcopy(value)
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise UserError(
+        raise ContractError(
             f"{inspect.getfile(kind)}: {kind.__name__}: '{name}' is {type(value).__name__}, which cannot be copied, as "
             f"averaging weights and trying a batch need: {error}. Make it where it is used"
         ) from None
@@ -81,9 +81,9 @@ def check_losses(module: nn.Module, found: Any) -> None:
     where = locate_code(module.forward)
     for name, value in require_mapping(module.forward, found, _FORWARD, key="loss").items():
         if not isinstance(value, Tensor) or value.ndim:
-            raise UserError(f"{where}: '{name}' is {describe_value(value)}; expected {_FORWARD}.")
+            raise ContractError(f"{where}: '{name}' is {describe_value(value)}; expected {_FORWARD}.")
     if not found["loss"].requires_grad:
-        raise UserError(
+        raise ContractError(
             f"{where}: the loss has no gradient. Do not detach it, compute it from tensors, and leave some parameter "
             "that can learn."
         )
@@ -104,7 +104,7 @@ def check_gradients(module: nn.Module, *, world_size: int) -> None:
         "parameter.requires_grad_(False)"
     )
     if world_size > 1:
-        raise UserError(said)
+        raise ContractError(said)
     logger.warning(said)
 
 
@@ -124,13 +124,13 @@ def try_predict(module: TrainModule, batch: Batch, autocast: Callable[[], Abstra
         return
     described, where = tried.describe_predict(), locate_code(tried.describe_predict)
     if not isinstance(described, Signature):
-        raise UserError(f"{where} returned {describe_value(described)}; expected a Signature.")
+        raise ContractError(f"{where} returned {describe_value(described)}; expected a Signature.")
     for named, known, what in (
         (described.outputs, rows, "predict returns"),
         (described.inputs, given, "a batch has"),
     ):
         if unknown := [name for name in named if name not in known]:
-            raise UserError(f"{where} names {join_names(unknown)}, but {what} {join_names(list(known), most=20)}.")
+            raise ContractError(f"{where} names {join_names(unknown)}, but {what} {join_names(list(known), most=20)}.")
 
 
 def check_rows(module: nn.Module, found: Any, samples: int) -> None:
@@ -138,7 +138,7 @@ def check_rows(module: nn.Module, found: Any, samples: int) -> None:
     for name, value in require_mapping(module.predict, found, _PREDICT, key="sample_id").items():
         if not isinstance(value, Tensor) or value.shape[:1] != (samples,):
             where = locate_code(module.predict)
-            raise UserError(
+            raise ContractError(
                 f"{where}: '{name}' is {describe_value(value)} for a batch of {samples}; expected {_PREDICT}."
             )
 
@@ -154,7 +154,9 @@ def check_metrics(score: Callable[..., Any], found: Any) -> dict[str, float]:
         try:
             metrics[name] = float(value)
         except (TypeError, ValueError, RuntimeError):
-            raise UserError(f"{locate_code(score)}: '{name}' is {describe_value(value)}; expected a number.") from None
+            raise ContractError(
+                f"{locate_code(score)}: '{name}' is {describe_value(value)}; expected a number."
+            ) from None
     return metrics
 
 
@@ -166,5 +168,7 @@ def check_figures(draw: Callable[..., Any], found: Any) -> dict[str, bytes]:
     """
     for title, png in require_mapping(draw, found, "the bytes of a PNG for each title").items():
         if not isinstance(png, bytes) or not png.startswith(b"\x89PNG"):
-            raise UserError(f"{locate_code(draw)}: '{title}' is {describe_value(png)}; expected the bytes of a PNG.")
+            raise ContractError(
+                f"{locate_code(draw)}: '{title}' is {describe_value(png)}; expected the bytes of a PNG."
+            )
     return dict(found)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainyard.choice import Choice
-from trainyard.errors import UserError
+from trainyard.errors import ContractError
 from trainyard.text import join_names
 from trainyard.train import distributed
 from trainyard.train.module import TrainModule
@@ -97,7 +97,7 @@ def refuse_differing_buffers(module: nn.Module, before: Mapping[str, str]) -> No
     named = sorted({name for one in by_rank for name in one})
     differing = [name for name in named if len({one.get(name) for one in by_rank}) > 1]
     if names := distributed.broadcast_from_rank0(differing):
-        raise UserError(
+        raise ContractError(
             f"{inspect.getsourcefile(type(module))}: {type(module).__name__}: a step changes the buffers "
             f"{join_names(names)} to other values on each rank, and a checkpoint would have rank 0's alone. Compute "
             "them from all ranks (torch.distributed.all_reduce), or do not save them: persistent=False"

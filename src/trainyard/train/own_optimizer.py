@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from trainyard.choice import Choice
 from trainyard.config.families import describe_value, locate_code
 from trainyard.config.settings import TrainConfig
-from trainyard.errors import UserError
+from trainyard.errors import ContractError
 from trainyard.text import join_names
 from trainyard.train.module import TrainModule
 
@@ -47,11 +47,11 @@ def build_own_optimizer(
     where, (settings, read) = locate_code(module.build_optimizer), _note_reads(config.optimizer)
     optimizer = module.build_optimizer([{**group} for group in groups], replace(config, optimizer=settings))
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(f"{where} returned {describe_value(optimizer)}; expected a torch.optim.Optimizer.")
+        raise ContractError(f"{where} returned {describe_value(optimizer)}; expected a torch.optim.Optimizer.")
     try:
         inspect.signature(optimizer.step).bind()
     except TypeError as error:
-        raise UserError(
+        raise ContractError(
             f"{where}: {type(optimizer).__name__}.step is called without arguments, when the gradients are there: "
             f"{error}. Use another optimizer."
         ) from None
@@ -74,7 +74,7 @@ def build_own_schedule(
         replace(config, schedule=settings), total_steps=total_steps, steps_per_epoch=steps_per_epoch
     )
     if not callable(factor):
-        raise UserError(f"{where} returned {describe_value(factor)}; expected {_FACTOR}.")
+        raise ContractError(f"{where} returned {describe_value(factor)}; expected {_FACTOR}.")
     last = math.inf if total_steps is None else max(1, total_steps) - 1
     schedule = partial(_compute_factor, factor, where, last)
     for step in (0, 0 if total_steps is None else total_steps):
@@ -104,7 +104,7 @@ def check_kept_state(module: TrainModule, optimizer: torch.optim.Optimizer, befo
     where = locate_code(module.build_optimizer)
     for name, value in copy_attributes(optimizer).items():
         if name not in before or not torch.equal(torch.as_tensor(value), torch.as_tensor(before[name])):
-            raise UserError(
+            raise ContractError(
                 f"{where}: a step of {type(optimizer).__name__} changes self.{name}, which no checkpoint keeps. "
                 "Keep it in self.state[parameter] or in a group."
             )
@@ -112,7 +112,7 @@ def check_kept_state(module: TrainModule, optimizer: torch.optim.Optimizer, befo
     options = [(name, leaf) for group in optimizer.param_groups for name in group for leaf in tree_leaves(group[name])]
     for name, value in [*entries, *options]:
         if not isinstance(value, Tensor) and type(value) not in (int, float, bool, str, type(None)):
-            raise UserError(
+            raise ContractError(
                 f"{where}: '{name}' in the state of {type(optimizer).__name__} is "
                 f"{describe_value(value)}; expected a tensor, a number or text, which a checkpoint can keep."
             )
@@ -128,18 +128,18 @@ def _check_groups(
     )
     trained = {name: id(parameter) for name, parameter in module.named_parameters() if id(parameter) in given}
     if forgotten := [name for name, key in trained.items() if key not in held]:
-        raise UserError(
+        raise ContractError(
             f"{where} leaves out {join_names(forgotten)}, which would never train. Pass the optimizer all of `groups`."
         )
     for name, key in trained.items():
         found, scales = held[key].get("lr"), [group.get("lr_scale", 1.0) for group in (given[key], held[key])]
         if found != lr:
-            raise UserError(
+            raise ContractError(
                 f"{where}: the optimizer's group with {name} has lr={found}, but each step sets optimizer.lr={lr:g} "
                 'times the schedule. Pass lr=config.optimizer.lr; other rates are "lr_scale" in parameter_groups.'
             )
         if scales[0] != scales[1]:
-            raise UserError(
+            raise ContractError(
                 f"{where}: {name} has lr_scale={scales[0]} in its group, but lr_scale={scales[1]} in the optimizer's. "
                 "Pass the optimizer `groups`, not their parameters."
             )
@@ -153,7 +153,9 @@ def _compute_factor(factor: Callable[[int], Any], where: str, last: float, step:
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
     if not 0 <= number < math.inf:
-        raise UserError(f"{where}: what it returned gives {describe_value(value)} for step {step}; expected {_FACTOR}.")
+        raise ContractError(
+            f"{where}: what it returned gives {describe_value(value)} for step {step}; expected {_FACTOR}."
+        )
     return number
 
 
@@ -175,7 +177,7 @@ def _refuse_unread(where: str, group: str, settings: Any, read: set[str]) -> Non
     names = [f.name for f in fields(settings) if f.name not in read]
     if unread := [name for name in names if getattr(settings, name) != getattr(default, name)]:
         listed = join_names([f"{group}.{name}={getattr(settings, name)}" for name in unread])
-        raise UserError(
+        raise ContractError(
             f"{where} does not use {listed}. Leave {'it' if len(unread) == 1 else 'them'} out of the preset and the "
             f"command, or read config.{group}.{unread[0]} there."
         )

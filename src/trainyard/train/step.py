@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainyard.config.settings import OptimizerSettings, TrainConfig
 from trainyard.data.loader import MicroBatch
-from trainyard.errors import UserError
+from trainyard.errors import ContractError, UserError
 from trainyard.text import join_names
 from trainyard.train import distributed
 from trainyard.train.best import Plateau
@@ -245,15 +245,15 @@ def list_groups(module: TrainModule, weight_decay: float) -> list[dict[str, Any]
     counts = Counter(id(parameter) for group in groups for parameter in group["params"])
     where = f"{inspect.getfile(type(module))}: {type(module).__name__}.parameter_groups"
     if forgotten := [n for n, p in module.named_parameters() if p.requires_grad and not counts[id(p)]]:
-        raise UserError(
+        raise ContractError(
             f"{where}: {join_names(forgotten)} {'is' if len(forgotten) == 1 else 'are'} in no group, and would never "
             "train. Put each parameter into one group, or freeze it: parameter.requires_grad_(False)"
         )
     if repeated := [name for name, parameter in module.named_parameters() if counts[id(parameter)] > 1]:
-        raise UserError(f"{where}: {join_names(repeated)}: in two groups. Put each parameter into one.")
+        raise ContractError(f"{where}: {join_names(repeated)}: in two groups. Put each parameter into one.")
     if not any(group["params"] for group in groups):
         kind = type(module)
-        raise UserError(f"{inspect.getfile(kind)}: {kind.__name__} has no parameter that can train. Unfreeze some.")
+        raise ContractError(f"{inspect.getfile(kind)}: {kind.__name__} has no parameter that can train. Unfreeze some.")
     return [group for group in groups if group["params"]]
 
 
