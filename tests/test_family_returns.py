@@ -316,7 +316,8 @@ MISTAKES = {
     ),
     "a parameter is in no group": (
         "    def describe_predict",
-        "    def parameter_groups(self, weight_decay):\n        return [{'params': [self.layer.bias]}]\n\n    def describe_predict",
+        "    def parameter_groups(self, weight_decay):\n        return [{'params': [self.layer.bias]}]\n\n"
+        "    def describe_predict",
         r"module\.py: Tiny\.parameter_groups: layer\.weight is in no group",
     ),
     "build_optimizer forgets to return": (
