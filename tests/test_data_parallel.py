@@ -20,7 +20,7 @@ from trainyard.config.settings import AugmentSettings, ImageSettings, OptimizerS
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.order import split_into_micro_batches
 from trainyard.data.shards import ShardSet
-from trainyard.errors import UserError
+from trainyard.errors import ContractError, UserError
 from trainyard.hardware import choose_sync_batchnorm
 from trainyard.train import distributed
 from trainyard.train.data_parallel import hash_constant_buffers, refuse_differing_buffers, wrap_in_ddp
@@ -216,6 +216,46 @@ def _change_buffers(rank: int, world_size: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_buffers_that_a_step_changes_on_each_rank_to_its_own_are_refused_by_name(tmp_path):
     run_on_ranks(_change_buffers, 2, tmp_path)
+
+
+class Branches(TrainModule):
+    """Two branches of 2.4 MiB in DDP buckets of their own; a step uses one, and never the spare layer."""
+
+    def __init__(self, used: str) -> None:
+        super().__init__()
+        self.used = used
+        self.left, self.right, self.spare = (nn.Linear(16, 36_000) for _ in range(3))
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        layers = {"left": [self.left], "right": [self.right], "both": [self.left, self.right]}[self.used]
+        return {"loss": torch.stack([layer(batch["point"]).square().mean() for layer in layers]).sum()}
+
+
+def _train_branches(rank: int, world_size: int, folder: Path) -> None:
+    for used, unused in (
+        (("both", "both"), ("spare", "spare")),
+        (("left", "right"), ("right, spare", "left, spare")),
+    ):
+        module = Branches(used[rank])
+        state = TrainState(
+            module=module,
+            model=wrap_in_ddp(module, device=CPU, sync_batchnorm=False),
+            optimizer=make_optimizer(module, OptimizerSettings()),
+            scaler=torch.amp.GradScaler("cpu", enabled=False),
+            ema=None,
+            ema_decay=0.0,
+        )
+        named = ", ".join(f"{layer}.weight, {layer}.bias" for layer in unused[rank].split(", "))
+        with pytest.raises(ContractError, match=rf"Branches\.forward: its loss gives {named}[ ,]"):
+            batch = {"point": torch.ones(2, 16)}
+            options = {"lr": 0.01, "world_size": world_size, "seed": 0, "clip_grad_norm": 0.0}
+            train_step(state, [MicroBatch(batch, 1 / world_size, True, 0.0)], autocast=nullcontext, **options)
+        distributed.barrier()
+
+
+@pytest.mark.slow
+def test_parameters_without_a_gradient_are_named_on_every_rank_also_if_ranks_use_different_ones(tmp_path):
+    run_on_ranks(_train_branches, 2, tmp_path)
 
 
 def _join_with_few_open_files(rank: int, world_size: int, folder: Path) -> None:
