@@ -109,3 +109,26 @@ def test_a_planted_participle_is_found(name, tmp_path):
 def test_stored_names_and_verbs_are_left_alone(tmp_path):
     (tmp_path / "fine.py").write_text('KIND = "beside"\n\n\ndef embed(x):\n    return x\n')
     assert find_words(tmp_path, [tmp_path / "fine.py"]) == find_participles(tmp_path, [tmp_path / "fine.py"]) == []
+
+
+ON_PAGES = r"\bsays so\b|, too\b|\b(for ever|by turns|of its own|lies? in)\b|\b[Ww]hat (is|was|were|the)\b|^(What|Who) "
+"""Where a sentence has to be read twice: write verb and object."""
+
+
+def find_detours(text: str) -> list[str]:
+    """Return the lines of a page, without its blocks of code, that have one of these."""
+    text = re.sub(r"^```.*?^```|^    [^\n]*$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return [line for line in text.splitlines() if re.search(ON_PAGES, line)]
+
+
+def test_pages_are_written_with_verb_and_object():
+    pages = [
+        page for page in list_files("README.md", "CONTRIBUTING.md", "docs", ending=".md") if page.name != "commands.md"
+    ]
+    assert len(pages) > 10
+    assert {page.name: lines for page in pages if (lines := find_detours(page.read_text(encoding="utf-8")))} == {}
+
+
+@pytest.mark.parametrize("line", ["The run says so and ends.", "What is stored:", "It lists what the run took, too."])
+def test_a_planted_detour_is_found(line):
+    assert find_detours(f"# A page\n\n{line}\n\n    # what is code\n") == [line]

@@ -331,7 +331,7 @@ def test_the_sentence_packs_trains_and_ends_with_the_same_bits_after_every_inter
         f"`{PAGE}=docs/bad-day.md .venv/bin/pytest -m long tests/slurm/test_packing.py -k the_sentence`."
     )
     run, lost = make_submit(lab, site, "interrupted", story), ""
-    story.tell("The data are raw files, so a job on CPU nodes packs them first. Slurm starts that job twice, too.")
+    story.tell("The data are raw files, so a job on CPU nodes packs them first. Slurm starts that job twice as well.")
     packing, job = read_run(run).slurm_job_ids
     wait("packing", lambda: count_starts(run, packing))
     lab.run("scontrol", "requeue", packing)
