@@ -63,8 +63,8 @@ def test_a_preempted_run_says_so_while_it_waits_and_its_log_is_followed_to_its_e
     follower = threading.Thread(target=follow, args=(run, output.append), daemon=True)
     follower.start()
     wait("steps", lambda: read_last_step(run) >= 3)
-    node = read_one_status(run).attempts[0].nodes
-    urgent = lab.submit("sleep 300", "-p", "a100-urgent", "--gres=gpu:a100:8", "-w", node, "--exclusive")
+    # all nodes, or the run starts on another one before the follower has seen it wait
+    urgent = lab.submit("sleep 300", "-p", "a100-urgent", "--gres=gpu:a100:8", "--nodes=2", "--exclusive")
     wait("the queue", lambda: read_one_status(run).state == "waiting")
     assert read_one_status(run).detail.startswith("starts again after preemption: ")
     assert read_one_status(run).slurm_job_id == read_slurm_job_id(run)
