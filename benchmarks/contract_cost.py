@@ -1,6 +1,6 @@
 """`python -m benchmarks.contract_cost`: what the checks of a family's contract at the first batch add to a start.
 
-Each time is of a process of its own, because a check may be the first to call something. With the checks, `predict` of
+Each time is taken in a new process, because a check may be the first to call something. With the checks, `predict` of
 two samples and a first step are timed; without them, a later step, which has none.
 """
 

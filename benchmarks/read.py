@@ -32,12 +32,12 @@ Sizes: TypeAlias = Generator[np.ndarray, None, None]
 """(64,) int64, the bytes of each record of a batch; without end."""
 
 Round: TypeAlias = dict[str, dict[str, float]]
-"""What `measure` returned in one round, by reader."""
+"""The results of `measure` in one round, by reader."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How to run."""
+    """Data, readers and rounds of a measurement."""
 
     data: Path  # folder of the generated records; absolute
     results: Path
@@ -200,7 +200,7 @@ READERS: Mapping[str, tuple[Callable[[Path], Sizes], str]] = {
     "h5py_flat": (_read_h5py_flat, ""),
     "files": (_read_files, ""),
 }
-"""What is compared, each with a note for the table."""
+"""The readers to compare, each with a note for the table."""
 
 
 # Results

@@ -282,7 +282,7 @@ class TrackingSettings:
 
 
 class PackingPace(NamedTuple):
-    """What a sample costs one core, as `python -m benchmarks.packing_pace` measures it."""
+    """The seconds that a sample takes one core; `python -m benchmarks.packing_pace` measures them."""
 
     draw_s: float  # to synthesize it
     pack_s: float  # to read, encode and write it
