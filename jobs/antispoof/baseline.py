@@ -31,8 +31,7 @@ class PooledLogistic(nn.Module):
 
     def __init__(self, state: str, *, rate_hz: int, frames: int) -> None:
         super().__init__()
-        name = "spec257" if rate_hz == frontends.RATES_HZ["spec257"] else "spec129"
-        self.maps = frontends.build(name, rate_hz=rate_hz, frames=frames, mean="none", slopes="htk")
+        self.maps = frontends.build_spectra(rate_hz=rate_hz, frames=frames)
         fitted = json.loads(state)
         self.register_buffer("weight_RK", torch.tensor(fitted.get("weights", [])), persistent=False)
         self.register_buffer("bias_R", torch.tensor(fitted.get("bias", [])), persistent=False)

@@ -11,8 +11,8 @@ class FrontendSettings:
 
     name: str = option(
         "lfcc60",
-        "recipe; lfcc60_8k and spec129 are for 8 kHz, the others for 16 kHz",
-        choices=("lfcc60", "lfcc60_nii", "lfcc_hr", "spec257", "cqt432", "mel128", "lfcc60_8k", "spec129"),
+        "recipe; lfcc60_8k and spec129 are for 8 kHz, wave (no recipe, for aasist) for any rate, the others for 16 kHz",
+        choices=("lfcc60", "lfcc60_nii", "lfcc_hr", "spec257", "cqt432", "mel128", "lfcc60_8k", "spec129", "wave"),
     )
     mean: str = option(
         "utterance",
@@ -33,8 +33,9 @@ class ModelSettings:
 
     name: str = option(
         "seresnet",
-        "senet34, senet50: ASSERT; seresnet: full width, attentive pooling; resnet18_oc: AIR, takes 60 bins",
-        choices=("senet34", "senet50", "seresnet", "resnet18_oc"),
+        "senet34, senet50: ASSERT; seresnet: full width, attentive pooling; resnet18_oc: AIR, takes 60 bins; aasist: "
+        "takes the waveform",
+        choices=("senet34", "senet50", "seresnet", "resnet18_oc", "aasist"),
     )
     layers: list[int] = option(lambda: [2, 2, 2, 2], "seresnet: blocks per stage; [3,4,6,3] is the larger network")
     dropout: float = option(0.3, "seresnet: dropout probability before the last dense layers", low=0, high=0.9)

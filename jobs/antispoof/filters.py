@@ -19,6 +19,19 @@ def build_mel_filters(count: int, *, rate_hz: int, fft: int) -> Floats:
     return _build_triangles(hz, rate_hz=rate_hz, fft=fft) * (2 / (hz[2:] - hz[:-2]))[:, None]
 
 
+def build_band_passes(count: int, taps: int, *, rate_hz: int) -> Floats:
+    """Return (count, taps) impulse responses of band passes, evenly spaced on HTK's mel scale from 0 Hz to half the
+    rate.
+
+    Each is the difference of two ideal low passes through a Hamming window (Ravanelli and Bengio 2018,
+    arXiv:1808.00158, equations 4 and 5).
+    """
+    hz = 700 * ((1 + rate_hz / 2 / 700) ** np.linspace(0, 1, count + 1) - 1)
+    n = np.arange(taps) - taps // 2
+    low_passes = 2 * hz[:, None] / rate_hz * np.sinc(2 * hz[:, None] * n / rate_hz)
+    return np.diff(low_passes, axis=0) * np.hamming(taps)
+
+
 def build_dct_matrix(size: int) -> Floats:
     """Return the orthonormal DCT-II, (size, size): row k is proportional to cos(pi k (n + 1/2) / size)."""
     k, n = np.arange(size)[:, None], np.arange(size)[None]

@@ -32,8 +32,9 @@ PRE_EMPHASIS = 0.97
 REACH = 3  # frames on either side of a delta
 SLIDING_FRAMES = 301  # three seconds around a frame, at a hop of 10 ms
 RATES_HZ = {
-    **dict.fromkeys(("lfcc60", "lfcc60_nii", "lfcc_hr", "spec257", "cqt432", "mel128"), 16000),
-    **dict.fromkeys(("lfcc60_8k", "spec129"), 8000),
+    **dict.fromkeys(("lfcc60", "lfcc60_nii", "lfcc_hr", "spec257", "cqt432", "mel128"), (16000,)),
+    **dict.fromkeys(("lfcc60_8k", "spec129"), (8000,)),
+    "wave": (8000, 16000),
 }
 
 
@@ -41,7 +42,7 @@ def build(name: str, *, rate_hz: int, frames: int, mean: str, slopes: str = "htk
     """Return a front end that maps (B, N) float32 waveforms in [-1, 1) to (B, F, T) float32.
 
     Args:
-        name: one of `RATES_HZ`.
+        name: one of `RATES_HZ`, or "wave": the waveform as one bin, T = N.
         rate_hz: sampling rate of the waveforms.
         frames: N; a constant-Q front end is built for this length, and accepts shorter waveforms.
         mean: what is subtracted from each bin: "none", its mean over the "utterance", or over the "sliding" three
@@ -51,16 +52,25 @@ def build(name: str, *, rate_hz: int, frames: int, mean: str, slopes: str = "htk
     Raises:
         UserError: the recipe is for another sampling rate, or has no such slopes.
     """
-    if rate_hz != RATES_HZ[name]:
-        fitting = [other for other, other_hz in RATES_HZ.items() if other_hz == rate_hz]
+    if rate_hz not in RATES_HZ[name]:
+        fitting = [other for other, rates_hz in RATES_HZ.items() if rate_hz in rates_hz]
         raise UserError(
-            f"frontend.name={name} needs {RATES_HZ[name]} Hz, but sound.rate_hz={rate_hz}. "
-            f"Use sound.rate_hz={RATES_HZ[name]}" + (f", or one of {', '.join(fitting)}." if fitting else ".")
+            f"frontend.name={name} needs {RATES_HZ[name][-1]} Hz, but sound.rate_hz={rate_hz}. "
+            f"Use sound.rate_hz={RATES_HZ[name][-1]}" + (f", or one of {', '.join(fitting)}." if fitting else ".")
         )
     if slopes != "htk" and name not in ("lfcc60", "lfcc60_8k"):
         raise UserError(f"frontend.slopes={slopes}: only lfcc60 and lfcc60_8k have them, not frontend.name={name}.")
+    if name == "wave":
+        if mean != "none":
+            raise UserError(f"frontend.mean={mean}: frontend.name=wave has no bins. Use frontend.mean=none.")
+        return Frontend(nn.Unflatten(1, (1, -1)), MeanRemoval(mean))
     gain = 1.0 if slopes == "htk" else 2.0 * sum(n * n for n in range(1, REACH + 1))
     return Frontend(_build_maps(name, frames, delta_gain=gain), MeanRemoval(mean))
+
+
+def build_spectra(*, rate_hz: int, frames: int) -> "Frontend":
+    """Return log-power spectra for recordings of 8 or 16 kHz, which keep their mean over the utterance."""
+    return build("spec257" if rate_hz == 16000 else "spec129", rate_hz=rate_hz, frames=frames, mean="none")
 
 
 def _build_maps(name: str, frames: int, *, delta_gain: float) -> nn.Module:

@@ -19,12 +19,15 @@ from trainyard.report.score_figures import draw_samples, draw_score_histogram
 from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Score, Signature, TrainModule, average_segments
 
 from . import augment, frontends, metrics
+from .aasist import Aasist
 from .baseline import PooledLogistic, pool, score_trials
-from .config import Config, LossSettings, ModelSettings
+from .config import Config, LossSettings
 from .losses import AmSoftmax, CrossEntropy, Decision, OcSoftmax
 from .metrics import AsvRates
 from .network import OneClassResNet, SeNet, SeResNet
 from .pack import LOGISTIC, WAVE
+
+Network = SeNet | SeResNet | OneClassResNet | Aasist
 
 
 def build(config: Config, data: DataInfo) -> "AntispoofModule":
@@ -40,7 +43,7 @@ def build(config: Config, data: DataInfo) -> "AntispoofModule":
         mean=config.frontend.mean,
         slopes=config.frontend.slopes,
     )
-    network = _build_network(config.model, config.frontend.name)
+    network = _build_network(config)
     trials = Trials.from_data(data)
     trials.log_resampling(config.sound.rate_hz)
     decision = _build_decision(config.loss, network.dims, trials.count_classes(data.train_ids))
@@ -66,7 +69,17 @@ def _build_pooled(config: Config, artifacts: Mapping[str, str]) -> PooledLogisti
     return PooledLogistic(artifacts[LOGISTIC], rate_hz=config.sound.rate_hz, frames=config.sound.frames)
 
 
-def _build_network(model: ModelSettings, frontend: str) -> SeNet | SeResNet | OneClassResNet:
+def _build_network(config: Config) -> Network:
+    model, frontend = config.model, config.frontend.name
+    if (model.name == "aasist") != (frontend == "wave"):
+        raise UserError(
+            f"model.name={model.name} and frontend.name={frontend}: aasist, and no other network, takes the waveform. "
+            "Use both model.name=aasist and frontend.name=wave, or neither."
+        )
+    if model.name == "aasist":
+        if config.disturb.mask:
+            raise UserError(f"disturb.mask={config.disturb.mask}: a waveform has no bins to mask. Use disturb.mask=0.")
+        return Aasist(rate_hz=config.sound.rate_hz)
     if model.name == "resnet18_oc":
         if not frontend.startswith("lfcc"):
             raise UserError(
@@ -165,7 +178,7 @@ class AntispoofModule(TrainModule):
     def __init__(
         self,
         frontend: nn.Module,
-        network: SeNet | SeResNet | OneClassResNet,
+        network: Network,
         decision: Decision,
         config: Config,
         *,
@@ -176,6 +189,11 @@ class AntispoofModule(TrainModule):
         super().__init__()
         self.frontend, self.network, self.decision, self.pooled = frontend, network, decision, pooled
         self.config, self.trials = config, trials
+        self.spectra = (  # what figures show and the baseline pools
+            frontends.build_spectra(rate_hz=config.sound.rate_hz, frames=config.sound.frames)
+            if isinstance(network, Aasist)
+            else frontend
+        )
         self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
@@ -287,7 +305,7 @@ class AntispoofModule(TrainModule):
 
     @torch.no_grad()
     def sample_figures(self, rows: Rows) -> dict[str, bytes]:
-        """Return the network's input for the utterances with the worst and the best scores, and what they are."""
+        """Return the maps (spectra of waveforms) of the utterances with the worst and best scores, with captions."""
         data, ids, genuine = self.data(), rows["sample_id"], self.trials.label[rows["sample_id"]] == 1
         figures = {}
         for title, (is_bonafide, sign) in _SHOWN_KINDS.items():
@@ -297,7 +315,7 @@ class AntispoofModule(TrainModule):
             for place, record in zip(places.tolist(), data.read(WAVE, ids[places]), strict=True):
                 speaker, attack = (names[ids[place]] for names in (self.trials.speaker, self.trials.attack))
                 name = "bona fide" if is_bonafide else f"attack {attack}"
-                map_FT = self.frontend(self._read_wave(record)[None])[0].cpu().numpy()
+                map_FT = self.spectra(self._read_wave(record)[None])[0].cpu().numpy()
                 cells.append(([map_FT[::-1]], f"{rows['score'][place]:.3g}: {name}, speaker {speaker or 'unknown'}"))
             if cells:
                 figures[title] = draw_samples(title, cells)
@@ -313,7 +331,7 @@ class AntispoofModule(TrainModule):
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
     ) -> dict[str, Score]:
-        """Return the metrics of logistic regression on pooled features: the run's own, or of the network's input."""
+        """Return the metrics of logistic regression on pooled features: the run's own, or of spectra."""
         scores = (
             score_trials(partial(self._average, self._pool_maps), open_training(), evaluated)
             if self.pooled is None
@@ -325,7 +343,7 @@ class AntispoofModule(TrainModule):
         return {"pooled logistic": Score(self.score(pooled) | self.compute_intervals(pooled))}
 
     def _pool_maps(self, batch: Batch) -> Tensor:
-        return pool(self.compute_maps(batch))
+        return pool(self.spectra(batch["wave"]))
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         """Yield each file, its utterance name as in protocols, and its score."""

@@ -141,6 +141,15 @@ def test_a_network_that_does_not_fit_the_front_end_is_refused() -> None:
         make_module(model={"name": "resnet18_oc"})
     with pytest.raises(UserError, match=r"model.layers=\[2\]: expected four counts"):
         make_module(model={"name": "seresnet", "layers": [2]})
+    wave: dict[str, object] = {"name": "wave", "mean": "none"}
+    aasist: dict[str, object] = {"name": "aasist"}
+    for sections in ({"model": aasist}, {"frontend": wave}):
+        with pytest.raises(UserError, match=r"Use both model\.name=aasist and frontend\.name=wave, or neither"):
+            make_module(**sections)
+    with pytest.raises(UserError, match=r"has no bins\. Use frontend\.mean=none"):
+        make_module(frontend=wave | {"mean": "utterance"}, model=aasist)
+    with pytest.raises(UserError, match=r"no bins to mask\. Use disturb\.mask=0"):
+        make_module(frontend=wave, model=aasist, disturb={"mask": 0.5})
 
 
 def test_resampled_files_are_logged_and_a_difference_between_the_classes_is_warned_about() -> None:

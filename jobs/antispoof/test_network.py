@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from .aasist import Aasist
+from .filters import build_band_passes
 from .losses import CrossEntropy
 from .network import Block, DenseNorm, OneClassResNet, SeNet, SeResNet, compute_weighted_statistics
 
@@ -38,6 +41,26 @@ def test_maps_have_the_published_sizes() -> None:
     assert SeNet(bottleneck=False).compute_maps(torch.randn(1, 257, 400)).shape == (1, 128, 9, 13)
     assert SeResNet(layers=[1, 1, 1, 1], dropout=0).compute_maps(torch.randn(1, 60, 404)).shape == (1, 512, 13)
     assert OneClassResNet()(torch.randn(2, 60, 750)).shape == (2, 256)
+
+
+def test_aasist_has_the_published_size_and_every_parameter_learns() -> None:
+    torch.manual_seed(0)
+    network, decision = Aasist(rate_hz=16000), CrossEntropy(160, counts=(1, 1))
+    assert count_weights(network) + count_weights(decision) == 297_866
+    with torch.no_grad():
+        assert network.compute_maps(torch.randn(1, 1, 64600)).shape == (1, 64, 23, 29)
+    embedding_BD = network(torch.randn(3, 1, 8000))
+    assert embedding_BD.shape == (3, network.dims)
+    decision(embedding_BD, torch.tensor([0, 1, 1])).backward()
+    assert all(weight.grad is not None and weight.grad.any() for weight in network.parameters())
+
+
+def test_the_band_passes_of_aasist_cover_all_frequencies_once() -> None:
+    response = np.fft.rfft(build_band_passes(70, 129, rate_hz=16000), 1024, axis=1)
+    total = np.abs((response * np.exp(2j * np.pi * np.arange(513) * 64 / 1024)).sum(axis=0))
+    np.testing.assert_allclose(total[8:-8], 1.0, atol=0.01)
+    peaks_hz = np.abs(response).argmax(axis=1) * 16000 / 1024
+    assert (np.diff(peaks_hz) >= 0).all() and peaks_hz[0] < 50 and peaks_hz[-1] > 7500
 
 
 def test_channels_last_reaches_every_layer() -> None:
