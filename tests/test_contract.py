@@ -64,7 +64,7 @@ def test_every_family_meets_the_contract(name, family, subjects):
 NETWORKS = {
     "antispoof": [["model.name=seresnet", "loss.name=am_softmax", "frontend.mean=sliding"]],
     "fingerprint": [["model.stn=true", "head.name=ce"]],
-    "tinydet": [["model.variant=cond"], ["model.variant=vanilla"]],
+    "tinydet": [["model.variant=cond"], ["model.variant=vanilla"], ["model.variant=fcos"]],
     "twins": [["model.stem=conv"]],
 }
 """Options with which a family computes with other operators than its smoke preset does."""

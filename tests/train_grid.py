@@ -1,8 +1,8 @@
 """Trains a job once for each combination of options, and writes how good each run became, next to its baselines.
 
 `python -m tests.train_grid JOB [OPTION=VALUE ...] --vary 'OPTION=VALUE|VALUE' --work FOLDER --results benchmarks`
-writes `grid-JOB-DATE.jsonl`: a line for each run, with every metric of its test set, and of its baselines. Several
-options that are varied make all combinations.
+writes `grid-JOB-DATE.jsonl`: a line for each run, with every metric of its test set and of its baselines, or of its
+validation set if it has no test set. Several options that are varied make all combinations.
 """
 
 import argparse
@@ -39,8 +39,9 @@ def train(job: str, options: Sequence[str], name: str, work: Path) -> Path:
 
 
 def read_result(run: Path) -> dict[str, Any]:
-    """Return the metrics of the first test set of a run, and those of its baselines by name."""
-    [*_, line] = [line for line in read_metrics(run) if str(line.get("split", "")).startswith("test")]
+    """Return the metrics of a test set of a run, or else of its validation set, and of its baselines by name."""
+    lines = [line for line in read_metrics(run) if "split" in line]
+    [*_, line] = [line for line in lines if line["split"].startswith("test")] or lines
     baselines = [event["scores"] for event in read_events(run) if event.get("event") == "baselines"]
     return {"metrics": select_metrics(line), "baselines": baselines[-1] if baselines else {}}
 

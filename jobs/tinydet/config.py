@@ -7,12 +7,13 @@ from trainyard.config.settings import PackingPace, ReportSettings, TrainConfig, 
 
 @dataclass
 class ModelSettings:
-    """A detection transformer (`vanilla.py`, `conditional.py`, `multiscale.py`)."""
+    """A detection transformer (`vanilla.py`, `conditional.py`, `multiscale.py`), or FCOS (`fcos.py`)."""
 
     variant: str = option(
         "ms",
-        "vanilla: DETR; cond: Conditional DETR; ms: multi-scale deformable attention, two stages, denoising",
-        choices=("vanilla", "cond", "ms"),
+        "vanilla: DETR; cond: Conditional DETR; ms: multi-scale deformable attention, two stages, denoising; fcos: "
+        "convolutions alone, which learn from few images; of the options below it takes those up to dims",
+        choices=("vanilla", "cond", "ms", "fcos"),
     )
     backbone: str = option(
         "resnet50",
@@ -25,7 +26,9 @@ class ModelSettings:
         "norm of the backbone; auto: frozen with weights, else group. Only batch uses statistics of the micro-batch",
         choices=("auto", "frozen", "batch", "group"),
     )
-    strides: list[int] = option(lambda: [8, 16, 32], "ms: feature levels, finest first: neighbours among 4, 8, 16, 32")
+    strides: list[int] = option(
+        lambda: [8, 16, 32], "ms and fcos: feature levels, finest first: neighbours among 4, 8, 16, 32"
+    )
     dilated: bool = option(False, "vanilla and cond: the last stage at stride 16 (DC5)")
     dims: int = option(256, "width of a token", low=16)
     heads: int = option(8, "attention heads", low=1)

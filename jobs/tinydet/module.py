@@ -3,17 +3,16 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
 from loguru import logger
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from trainyard.errors import UserError
 from trainyard.train.distributed import sum_over_ranks
-from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, Score, Signature, TrainModule
+from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, Signature, TrainModule
 
 from . import geometry, photometric
 from .coco import SetSummary
@@ -21,6 +20,7 @@ from .conditional import ConditionalDETR
 from .config import Config, LossSettings, ModelSettings
 from .denoising import build_denoising_queries
 from .evaluation import SIZES, Detections, GroundTruth, compute_f1, compute_intervals, evaluate
+from .fcos import FCOS
 from .figures import draw_detections, plot_precision_by_size
 from .losses import compute_losses
 from .matching import Objects
@@ -30,13 +30,10 @@ from .pack import TRUTH, parse_key
 from .vanilla import DETR
 from .weights import adapt_module
 
-if TYPE_CHECKING:
-    from .baseline import Detect
-
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """ImageNet statistics of RGB in 0..1, with which the pretrained backbones were trained."""
 
-Network = DETR | ConditionalDETR | DeformableDETR
+Network = DETR | ConditionalDETR | DeformableDETR | FCOS
 
 FEW_IMAGES = 10_000
 """With fewer training images, a detection transformer trained from scratch is known to find little
@@ -78,8 +75,8 @@ def build(config: Config, data: DataInfo) -> "TinyDet":
         model.backbone,
         norm=norm if model.norm == "auto" else model.norm,
         width=model.width,
-        dilated=model.dilated and model.variant != "ms",
-        coarsest=model.strides[-1] if model.variant == "ms" else 32,
+        dilated=model.dilated and model.variant in ("vanilla", "cond"),
+        coarsest=model.strides[-1] if model.variant in ("ms", "fcos") else 32,
     )
     network = build_network(model, backbone, categories=len(artifacts.categories))
     if len(data.train_ids):
@@ -98,7 +95,13 @@ def build(config: Config, data: DataInfo) -> "TinyDet":
 
 def build_network(model: ModelSettings, backbone: Backbone, *, categories: int) -> Network:
     """Build a variant's network with random weights."""
-    networks: dict[str, type[Network]] = {"vanilla": DETR, "cond": ConditionalDETR, "ms": DeformableDETR}
+    if model.variant == "fcos":
+        return FCOS(backbone, model, categories=categories)
+    networks: dict[str, type[DETR | ConditionalDETR | DeformableDETR]] = {
+        "vanilla": DETR,
+        "cond": ConditionalDETR,
+        "ms": DeformableDETR,
+    }
     return networks[model.variant](backbone, model, categories=categories, temperature=choose_temperature(model))
 
 
@@ -167,17 +170,29 @@ def _check_options(config: Config) -> None:
         )
     if model.variant == "vanilla" and config.loss.classification not in ("auto", "softmax"):
         raise UserError(f"loss.classification={config.loss.classification}: model.variant=vanilla needs softmax.")
+    if model.variant == "fcos" and (config.loss.classification != "auto" or config.loss.normalise != "batch"):
+        raise UserError(
+            f"loss.classification={config.loss.classification} loss.normalise={config.loss.normalise}: "
+            "model.variant=fcos has the losses of its paper. Use loss.classification=auto loss.normalise=batch."
+        )
+    if model.variant == "fcos" and model.weights:
+        raise UserError(
+            "model.weights: model.variant=fcos reads no published detector. Use model.backbone_weights=FILE, or "
+            "start_from=RUN."
+        )
     if (model.backbone_weights or model.weights) and model.norm == "group":
         raise UserError("model.norm=group: pretrained weights have batch norm. Use model.norm=frozen or batch.")
 
 
 def _warn_of_limits(model: ModelSettings, artifacts: Artifacts, *, has_detector: bool) -> None:
+    if model.variant == "fcos":
+        return
     if not has_detector and artifacts.images < FEW_IMAGES:
         start = "a pretrained backbone alone" if model.backbone_weights else "random weights"
         logger.warning(
             "{} training images, and the detector starts from {}: with fewer than {} images detection transformers are "
             "known to find little or nothing. Start from a detector trained on COCO, model.weights=FILE, or expect a "
-            "long training; model.variant=ms needs the fewest images.",
+            "long training; model.variant=fcos needs the fewest images.",
             artifacts.images,
             start,
             FEW_IMAGES,
@@ -224,6 +239,9 @@ class TinyDet(TrainModule):
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return the loss with its parts (`losses.compute_losses`), and the number of objects per sample."""
         x_BCHW, objects, denoising_queries = self._prepare(batch)
+        if isinstance(self.network, FCOS):
+            dense: dict[str, Tensor] = self._average_losses(*self.network.compute_losses(x_BCHW, objects), objects)
+            return dense
         outputs = self.network(x_BCHW, batch["affine"], batch["image_px"], denoising_queries)
         losses: dict[str, Tensor] = self._compute_losses(outputs, denoising_queries, objects)
         return losses
@@ -290,9 +308,15 @@ class TinyDet(TrainModule):
         if self.terms.normalise == "data":
             expected = max(1.0, self.objects_per_sample * len(objects.valid_BL))
             return objects.boxes_BL4.new_tensor(expected)
-        counts = torch.stack([objects.valid_BL.sum().float(), objects.boxes_BL4.new_ones(())])
-        total, ranks = sum_over_ranks(counts).unbind()
-        return (total / ranks).clamp(min=1)
+        return average_count(objects.valid_BL.sum().float())
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _average_losses(self, sums: dict[str, Tensor], cells: Tensor, objects: Objects) -> dict[str, Tensor]:
+        """Return FCOS's losses divided by the cells that have an object, and their sum (equation 2)."""
+        divisor = average_count(cells)
+        losses = {name: value / divisor for name, value in sums.items()}
+        count = objects.valid_BL.sum().float() / len(objects.valid_BL)
+        return {"loss": torch.stack(list(losses.values())).sum(), **losses, "objects": count}
 
     def predict(self, batch: Batch) -> dict[str, Tensor]:
         """Return the best n detections of each sample: `box` (B, n, 4) px of the sample, `score`, `label` (B, n).
@@ -300,6 +324,9 @@ class TinyDet(TrainModule):
         If there are fewer, the rest has score 0.
         """
         image = batch["image"] * self.loader_std + self.loader_mean
+        if isinstance(self.network, FCOS):
+            best = self.network.detect(self._normalise(image), most=self.evaluation.detections)
+            return self._make_rows(best, batch)
         outputs = self.network(self._normalise(image), batch["affine"], batch["image_px"])
         with torch.autocast(image.device.type, enabled=False):
             best = choose_best(
@@ -417,31 +444,6 @@ class TinyDet(TrainModule):
             )
         return figures
 
-    def score_baselines(
-        self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
-    ) -> dict[str, Score]:
-        """Return the metrics of published classes with random weights: what boxes at random are worth."""
-        from .baseline import build_untrained
-
-        detectors = build_untrained(
-            self.config.model, categories=len(self.categories), most=self.evaluation.detections, device=self.mean.device
-        )
-        found = {}
-        for name, detect in detectors.items():
-            untrained = self._detect_all(evaluated, detect, name)
-            found[name] = Score(self.score(untrained) | self.compute_intervals(untrained))
-        return found
-
-    @torch.inference_mode()
-    def _detect_all(self, source: SampleSource, detect: "Detect", name: str) -> Rows:
-        parts = []
-        with tqdm(total=len(source.ids), unit="sample", desc=name, disable=None, leave=False) as bar:
-            for batch in source.read_batches():
-                x_BCHW = self._normalise(batch["image"] * self.loader_std + self.loader_mean)
-                parts.append(self._make_rows(detect(x_BCHW), batch))
-                bar.update(len(x_BCHW))
-        return {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
-
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         """Yield a line for each sample: its position in its image, and its detections as JSON.
 
@@ -478,6 +480,12 @@ class TinyDet(TrainModule):
                 chosen = [p for p in cast(list[Tensor], group["params"]) if (id(p) in backbone) == inside]
                 groups.append({**group, "params": chosen, "lr_scale": scale})
         return [group for group in groups if group["params"]]
+
+
+def average_count(count: Tensor) -> Tensor:
+    """Return the mean over ranks of () float32, at least 1."""
+    total, ranks = sum_over_ranks(torch.stack([count, torch.ones_like(count)])).unbind()
+    return (total / ranks).clamp(min=1)
 
 
 def _group_by_code(code: np.ndarray) -> list[np.ndarray]:

@@ -18,6 +18,10 @@ PRIOR = 0.01
 """Initial probability of a category, where each has its own sigmoid (RetinaNet, arXiv:1708.02002, 4.1)."""
 
 
+Detections = tuple[Tensor, Tensor, Tensor]
+"""As `choose_best` returns them."""
+
+
 class Predictions(NamedTuple):
     """Predictions of all layers. Axes: D layers, B images, Q queries, K categories (or K + 1, the last: no object)."""
 
@@ -46,7 +50,7 @@ class Outputs(NamedTuple):
 
 def choose_best(
     logits_BQK: Tensor, boxes_BQ4: Tensor, *, size_px: tuple[int, int], most: int, is_softmax: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Detections:
     """Return the detections with the best scores: corners (B, n, 4) px of the input, scores 0..1 and labels (B, n).
 
     Args:

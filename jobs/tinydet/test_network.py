@@ -30,7 +30,7 @@ def test_a_dilated_backbone_ends_at_stride_16() -> None:
             assert backbone(torch.zeros(1, 3, 64, 64))[-1].shape == (1, 2048, side, side)
 
 
-@pytest.mark.parametrize("variant", ["vanilla", "cond", "ms"])
+@pytest.mark.parametrize("variant", ["vanilla", "cond", "ms", "fcos"])
 def test_the_smallest_network_of_every_variant_has_no_parameter_without_a_gradient(variant: str) -> None:
     module = make_module(make_config(variant, encoder_layers=0, decoder_layers=1, denoising=0))
     module(make_batch())["loss"].backward()
@@ -38,7 +38,7 @@ def test_the_smallest_network_of_every_variant_has_no_parameter_without_a_gradie
     assert untrained == [], "ranks would wait for them forever"
 
 
-@pytest.mark.parametrize("variant", ["vanilla", "cond", "ms"])
+@pytest.mark.parametrize("variant", ["vanilla", "cond", "ms", "fcos"])
 def test_every_parameter_of_every_variant_is_trained(variant: str) -> None:
     module = make_module(make_config(variant))
     for parameter in module.parameters():  # layers that start at 0 would block the gradients of those before them
@@ -51,7 +51,7 @@ def test_every_parameter_of_every_variant_is_trained(variant: str) -> None:
     assert [name for name in still if nothing_yet not in name] == []
 
 
-@pytest.mark.parametrize("variant", ["vanilla", "cond", "ms"])
+@pytest.mark.parametrize("variant", ["vanilla", "cond", "ms", "fcos"])
 def test_in_half_precision_losses_and_boxes_are_float32(variant: str) -> None:
     module, batch = make_module(make_config(variant)), make_batch(noise=True)
     with torch.autocast("cpu", torch.bfloat16):
