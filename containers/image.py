@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     test.add_argument("pytest", nargs="*", help="tests to run instead of all; options after --")
     for verb in (build, test):
         verb.add_argument("--wheelhouse", type=Path, metavar="FOLDER", help="wheels, for a build without network")
-        verb.add_argument("--pip-conf", type=Path, metavar="FILE", help="pip's settings, such as an index of your own")
+        verb.add_argument("--pip-conf", type=Path, metavar="FILE", help="pip's settings, such as your index")
         verb.add_argument("--network", default="host", help="of the build: host (default) or none")
 
     sif = _verb(verbs, "sif", _sif, "make a SIF of the container image, for Apptainer and SingularityCE")
@@ -197,7 +197,7 @@ def _build_stage(
         command += [word for name, value in pairs.items() for word in (option, f"{name}={value}")]
     if args.wheelhouse:
         command += ["--build-context", f"wheelhouse={args.wheelhouse.resolve()}"]
-    # What this machine needs to reach an index is mounted as a secret during the build and is in no layer.
+    # Settings that reach an index are mounted as secrets during the build and are in no layer.
     for secret, path in (("cacert", environ.get("PIP_CERT")), ("pipconf", args.pip_conf)):
         if path:
             command += ["--secret", f"id={secret},src={Path(path).resolve()}"]

@@ -1,4 +1,4 @@
-"""What README's commands need from a machine, and in one sentence what it lacks, before minutes are spent.
+"""Check that a machine has the memory, disk and programs that README's commands need, before minutes are spent.
 
 python3 containers/machine.py --memory-gib 8 --purpose "the tests"
 """

@@ -27,12 +27,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 GPUS_PER_NODE = {"p100": 4, "rtx2080ti": 8, "a5000": 8, "a100": 8}  # node type -> simulated GPUs
 LOCK = "lab.lock"  # locked while the lab changes; its existence marks the folder as a lab
 DAEMONS_FILE = "lab.json"  # the daemons, rewritten after each start
-WRITTEN = ("etc", "state", "spool", "run", "dev", "mysql", DAEMONS_FILE)  # what a lab writes besides log/ and the lock
+WRITTEN = ("etc", "state", "spool", "run", "dev", "mysql", DAEMONS_FILE)  # files of a lab besides log/ and the lock
 MARK = "TRAINYARD_SLURM_LAB"  # environment variable of the processes that the lab starts, and of their descendants
 
 
 class LabError(Exception):
-    """Why the lab cannot start or stop, and what to type."""
+    """The lab cannot start or stop; the message gives the reason and the command to type."""
 
 
 class PortTaken(LabError):
@@ -553,7 +553,7 @@ def _read_tail(folder: Path, name: str, lines: int = 12) -> str:
 
 
 def _end_lab(folder: Path) -> int:
-    """Stop every process of the lab and delete what it wrote except its logs; return how many processes there were."""
+    """Stop every process of the lab and delete its files except the logs; return the number of processes."""
     count = _terminate(folder) + _kill_strays(folder)
     for name in (*WRITTEN, f"{DAEMONS_FILE}.new"):
         path = folder / name

@@ -334,7 +334,7 @@ def test_nothing_is_wrong_with_a_file_that_fits(current_lab, tmp_path):
         (
             "gpus:",
             "python: pithon3\ngpus:",
-            "wrong  python: there is no pithon3 here. Name one that the nodes have, too.",
+            "wrong  python: there is no pithon3 here. Name one that the nodes also have.",
         ),
         (
             "partition: a100,",
