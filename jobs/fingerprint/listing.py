@@ -39,9 +39,9 @@ class Print:
 
 @dataclass
 class Listing:
-    """What a raw folder contains."""
+    """The prints of a raw folder."""
 
-    source: str  # what said whose print it is
+    source: str  # of the fingers' names: index.csv or the layout
     prints: list[Print] = field(default_factory=list)  # in the order they are packed
     unreadable: dict[str, str] = field(default_factory=dict)  # path -> reason: names that the layout cannot read
     left_out: dict[str, list[str]] = field(default_factory=dict)  # why -> paths of images that are not packed

@@ -123,7 +123,7 @@ def _choose_placed_loader(
 
 
 def log_reading(raw: Path, config: Config) -> None:
-    """Log how a raw folder is read: five examples, what is not read, and what looks wrong."""
+    """Log how a raw folder is read: five examples, files that are not read, and suspicious names."""
     listing = list_prints(raw, config.packing)
     for line in describe_listing(listing, config.packing):
         logger.info("{}", line)
@@ -323,7 +323,7 @@ def _take_given_splits(
     ]
     if unlike:
         raise UserError(
-            "The split column of index.csv and split.*_sets both say which prints train. Remove the column and pack "
+            "The split column of index.csv and split.*_sets both choose training prints. Remove the column and pack "
             f"again, or type {' '.join(unlike)}"
         )
     masks = {str(name): given == name for name in ("train", *sorted(set(given.tolist()) - {"train"}))}
@@ -384,7 +384,7 @@ def _find_roles(settings: SplitSettings, names: list[str]) -> tuple[list[str], l
 
 
 def _refuse_shared_fingers(masks: Mapping[str, np.ndarray], finger_codes: np.ndarray, finger_names: list[str]) -> None:
-    """Refuse a finger in two of train, val and the tests: sets may share fingers. Two tests may, too."""
+    """Refuse a finger in two of train, val and the tests: sets may share fingers. Two tests may share fingers."""
     owners: dict[str, np.ndarray] = {}
     for name, mask in masks.items():
         role = name.partition("_")[0]

@@ -11,7 +11,7 @@ ScoredPair = tuple[float, int, int]
 
 
 def find_extreme_pairs(embedding: np.ndarray, finger: np.ndarray, *, count: int) -> dict[str, list[ScoredPair]]:
-    """Return the pairs of N prints that are worth a look: what they are -> (cosine, row, row), the most extreme first.
+    """Return the pairs of N prints that are worth a look: their kind -> (cosine, row, row), the most extreme first.
 
     Args:
         embedding: (N, D) float32 of unit length.
@@ -38,7 +38,7 @@ def find_extreme_pairs(embedding: np.ndarray, finger: np.ndarray, *, count: int)
 
 
 def compute_pair_metrics(pairs: scoring.Pairs, is_fvc: np.ndarray) -> dict[str, float]:
-    """Return the metrics of scored pairs; `score` of `FingerprintModule` says what they mean.
+    """Return the metrics of scored pairs; `FingerprintModule.score` documents them.
 
     Args:
         is_fvc: (I,) bool, which impostor pairs belong to the FVC protocol.

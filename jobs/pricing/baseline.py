@@ -75,7 +75,7 @@ class TfidfRidge:
         return prices
 
     def to_json(self) -> str:
-        """Return what was fitted as JSON, weights and coefficients to seven digits."""
+        """Serialize the fit as JSON, weights and coefficients to seven digits."""
         words = sorted(self._vectorizer.vocabulary_, key=self._vectorizer.vocabulary_.__getitem__)
         idf, coefficients = (
             [float(f"{value:.7g}") for value in values] for values in (self._vectorizer.idf_, self._ridge.coef_)

@@ -104,7 +104,7 @@ def read_rows(path: Path, columns: Columns) -> Iterator[tuple[int, dict[str, str
 
 
 def _describe_missing_columns(names: Sequence[str], columns: Columns, delimiter: str) -> str:
-    """Say which columns are missing, which look most like them, and which options name others."""
+    """List the missing columns, the ones most like them, and the options that name others."""
     options = {
         "id_column": [columns.key],
         "text_column": [columns.texts[0]],

@@ -104,7 +104,7 @@ class PricingModule(TrainModule):
         return rows | {name: batch[name] for name in ("price", "group") if name in batch}
 
     def describe_predict(self) -> Signature:
-        """Return what the network takes and returns; tokenizer and features are among the artifacts."""
+        """Describe the network's inputs and outputs; tokenizer and features are among the artifacts."""
         inputs = {
             "tokens": f"ids of artifacts.{TOKENIZER}, from [CLS] to [SEP], padded with 0 to one length of 3 or more",
             "tokens_count": "number of tokens of each text",

@@ -153,7 +153,7 @@ def clean(text: str) -> str:
 def read_unit(text: str) -> tuple[str, float] | None:
     """Return the kind and size of a unit such as "Fl. Oz", "Ounce(s)" or "Grams(gm)"; None if it is unknown.
 
-    What is in brackets must be the same unit: "Ounce (box)" is unknown.
+    Brackets must contain the same unit: "Ounce (box)" is unknown.
     """
     words = re.split(r"[()]", re.sub(r"\(e?s\)", "", text.lower()))
     found = {UNITS.get(word) for word in (re.sub(r"[\s.\-]", "", word) for word in words) if word}

@@ -22,7 +22,7 @@ _CLASSES = {
     "cond": ("Conditional DETR", "ConditionalDetr"),
     "ms": ("Deformable DETR", "DeformableDetr"),
 }
-"""What a variant is called, and how the names of its classes begin."""
+"""Variant -> its published name, and the prefix of its classes."""
 
 
 def build_untrained(model: ModelSettings, *, categories: int, most: int, device: torch.device) -> dict[str, Detect]:

@@ -62,7 +62,7 @@ class Collection:
 
 @dataclass(frozen=True)
 class SetSummary:
-    """What a set contains."""
+    """Counts of one set."""
 
     name: str
     images: int

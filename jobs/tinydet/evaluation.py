@@ -24,7 +24,7 @@ SIZES: dict[str, dict[str, tuple[float, float]]] = {
 """Areas in square pixels of the whole image; those of AI-TOD are from its own evaluator, jwwangchn/cocoapi-aitod."""
 
 LIMITS = {"coco": (1, 10, 100), "aitod": (1, 100, 1500)}
-"""How many detections per image and category count, at most."""
+"""Numbers of detections per image and category that are scored, at most."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from .visdrone import list_texts
 YOLO, VOC, LABELME = "YOLO", "Pascal VOC", "LabelMe"
 SUFFIXES = {YOLO: ".txt", VOC: ".xml", LABELME: ".json"}
 ROLES = {"images", "jpegimages", "labels", "annotations", "json", "xml", "imagesets", "main"}
-"""Folders that say what is in them, and not which images belong together."""
+"""Folders named after their contents; they do not tell which images belong together."""
 ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 
 Box = tuple[str | int, list[float], bool]  # category, x, y, width, height in px, and whether it is ignored
@@ -163,7 +163,7 @@ def _find_deep_kind(raw: Path) -> str:
 
 
 def _is_labelme(path: Path) -> bool:
-    """Return whether a JSON file is LabelMe's, and not COCO's, by what it begins with: some have gigabytes."""
+    """Return whether a JSON file is LabelMe's, and not COCO's, from its first 64 KiB: some have gigabytes."""
     try:
         with path.open("rb") as file:
             return re.search(rb'"(shapes|imageData|imageHeight|imagePath)"\s*:', file.read(1 << 16)) is not None
@@ -179,7 +179,7 @@ def _index(raw: Path, paths: Iterable[Path]) -> dict[str, list[Path]]:
 
 
 def _make_key(parts: Iterable[str]) -> str:
-    """Return what an image and its annotations have in common: images/train/a and labels/train/a are train/a."""
+    """Return the key that an image and its annotations share: images/train/a and labels/train/a are train/a."""
     return "/".join(part for part in parts if part.lower() not in ROLES)
 
 

@@ -35,7 +35,7 @@ ACCEPTED_FOLDERS = {"train": ("train", BOTH), "val": ("val", BOTH), "test": ("te
 
 @dataclass(frozen=True)
 class AnnotationFile:
-    """An annotation file, and what its name says."""
+    """An annotation file, with its set and year as read from the name."""
 
     path: Path  # a file, or VisDrone's folder of texts
     set: str  # one of SETS, BOTH, or empty: it names none
@@ -44,7 +44,7 @@ class AnnotationFile:
 
     @property
     def name(self) -> str:
-        """What messages call it: the file, or the folder of the set."""
+        """Its name in messages: the file, or the folder of the set."""
         if self.folder is not None:
             return f"the {self.folder.kind} folder"
         return self.path.parent.name if self.path.is_dir() else self.path.name
@@ -72,7 +72,7 @@ def find_annotation_files(raw: Path) -> tuple[list[AnnotationFile], list[Path]]:
     """Return the annotation files of a raw folder to read, sorted by name, and those to leave out.
 
     They are `*.json` in `annotations/`, else in the folder itself, else in `train/`, `valid/` and `test/`; there, or in
-    the folder itself, VisDrone's `annotations/*.txt` count, too. Other kinds of annotations are left out. So is the
+    the folder itself, VisDrone's `annotations/*.txt` also count. Other kinds of annotations are left out. So is the
     union of train and val if the train file lies alongside.
 
     Raises:

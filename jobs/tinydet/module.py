@@ -45,7 +45,7 @@ FEW_IMAGES = 10_000
 
 @dataclass(frozen=True)
 class Artifacts:
-    """What packing computed from the training set, see `pack.fit_artifacts`."""
+    """Statistics of the training set, see `pack.fit_artifacts`."""
 
     categories: list[str]
     images: int
@@ -324,7 +324,7 @@ class TinyDet(TrainModule):
         }
 
     def describe_predict(self) -> Signature:
-        """Return what the network takes and returns."""
+        """Describe the network's inputs and outputs."""
         return Signature(
             {
                 "image": "fitted into height and width: scaled by s, in the upper left corner, the rest is fill",

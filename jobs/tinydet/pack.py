@@ -83,7 +83,7 @@ def list_labelled(
     if unknown := sorted(used - set(known)):
         raise UserError(
             f"{raw}: has objects of the category '{unknown[0]}', but the run knows {join_names(known)}. Give the "
-            "categories the same names, or remove what the run cannot find."
+            "categories the same names, or remove the others."
         )
     label_of = np.array([known.index(name) if name in known else -1 for name in collection.categories], dtype=np.int64)
     images = [replace(image, labels=label_of[image.labels]) for image in collection.images]

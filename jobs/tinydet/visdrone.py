@@ -31,7 +31,7 @@ def list_texts(folder: Path) -> list[Path]:
 def read_annotations(folder: Path) -> Annotations:
     """Read the folder `annotations` of a set, whose images are in the folder `images` next to it.
 
-    What is ignored becomes an ignored box of each category: it absorbs detections of any.
+    An ignored region becomes an ignored box of each category, so it absorbs detections of any.
 
     Raises:
         UserError: a line is not as the format says, or a text has no image that can be read; the message names it.

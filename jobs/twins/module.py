@@ -181,7 +181,7 @@ class TwinsModule(TrainModule):
         return {"embedding": embedding_BE, "sample_id": batch["sample_id"]}
 
     def describe_predict(self) -> Signature:
-        """Return what the network takes and returns."""
+        """Describe the network's inputs and outputs."""
         return Signature(
             {"image": "a face crop, resized to height and width"},
             {"embedding": "unit length; the score of two faces is their inner product"},
@@ -353,7 +353,7 @@ class Neck(nn.BatchNorm1d):
 
 
 class Relation:
-    """How the images of a batch are related; all masks are (B, B) bool, symmetric, with an empty diagonal.
+    """Relations between the images of a batch; all masks are (B, B) bool, symmetric, with an empty diagonal.
 
     An image repeated in a batch, to fill its family's group, does not form a pair with itself.
     """

@@ -32,7 +32,7 @@ from ..network import sample_bilinear
 from .poses import measure_likeness, rotate
 from .prints import Prints
 
-WEIGHTS = Path(__file__).with_suffix(".safetensors")  # of the run that the family's README says how to repeat
+WEIGHTS = Path(__file__).with_suffix(".safetensors")  # of a run; the family's README has the commands
 CELL_PX = 8
 CELLS = SIDE_PX // CELL_PX
 DIMS = 64
@@ -168,14 +168,14 @@ def compare_descriptors(
     least_votes: float = LEAST_VOTES,
     store: Callable[[Tensor], Tensor] | None = None,
 ) -> Evidence:
-    """Return what the descriptors of each pair of prints say.
+    """Match the descriptors of each pair of prints.
 
     A print of `one` is described under up to 23 rotations: pairs that share it are cheaper.
 
     Args:
         one, other: (P,) rows of `prints`.
         least_votes: the margin of pairs with fewer is not measured.
-        store: returns what a template keeps of the descriptors (L, D) of a print of `other`.
+        store: maps the descriptors (L, D) of a print of `other` to those that a template keeps.
     """
     device = prints.ridges_NSS.device
     angles_T = torch.tensor([radians(degrees) for degrees in ANGLES_DEG], device=device)
