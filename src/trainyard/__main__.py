@@ -24,7 +24,7 @@ def main() -> int:
 
 
 def check_python(version: tuple[int, int]) -> str:
-    """Return what a person has to know about this version of Python, "" if it is a supported one."""
+    """Return a warning or an error about this version of Python, "" if it is a supported one."""
     (oldest, newest), found = (".".join(map(str, one)) for one in PYTHONS), ".".join(map(str, version))
     if version < PYTHONS[0]:
         return f"trainyard needs Python {oldest} to {newest}, and this is {found} ({sys.executable})."

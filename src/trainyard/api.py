@@ -1,6 +1,6 @@
-"""What a notebook or a script uses: `trainyard.run(job, **options)`, `trainyard.Run(path)`, `trainyard.load_model`.
+"""Python interface for notebooks and scripts: `trainyard.run(job, **options)`, `trainyard.Run(path)`, `load_model`.
 
-Each call but the last is the command of that name, in a process of its own: the kernel loads no torch and holds no GPU.
+Each call but the last runs the command of that name in a separate process: the kernel loads no torch and holds no GPU.
 Importing this loads nothing that takes time. Documentation: docs/notebooks.md
 """
 
@@ -63,7 +63,7 @@ def run(
             `data` is the folder of data.
 
     Raises:
-        UserError: it is impossible, or failed; the message says why, and what to do.
+        UserError: it is impossible, or failed; the message has the reason and the remedy.
     """
     check_name(name or None, of="run")
     folder = Path(runs) / job
@@ -108,7 +108,7 @@ def load_model(run: "str | Path | Run", *, jobs: str | Path | None = None, runs:
 
 
 class Run:
-    """A run: what it did, and what its weights can do. In a notebook it shows itself."""
+    """A run: its state, metrics and weights. In a notebook it shows itself."""
 
     def __init__(self, path: str | Path, *, runs: str | Path = "runs") -> None:
         """Open a run.
@@ -124,7 +124,7 @@ class Run:
 
     @property
     def status(self) -> "RunStatus":
-        """What it does now, and how far it is: asks the run's folder, and Slurm if it runs there."""
+        """Its state and progress, from the run's folder, and from Slurm if it runs there."""
         from trainyard.runs.status import format_headline, read_statuses, suggest_command
 
         (status,), _ = read_statuses([shorten_path(self.path)])
@@ -162,12 +162,12 @@ class Run:
 
     @property
     def log(self) -> str:
-        """What it logged."""
+        """The text of its log."""
         path = self.path / "log"
         return path.read_text(errors="replace") if path.is_file() else ""
 
     def why(self) -> str:
-        """Return why it waits, stopped or failed, and what to do: `trainyard why`."""
+        """Return why it waits, stopped or failed, and the next command: `trainyard why`."""
         from trainyard.runs.why import explain_run
 
         return explain_run(self.path)
@@ -211,7 +211,7 @@ class Run:
         """Return the predictions for new raw files, as columns by name: numbers as float64, else texts.
 
         Args:
-            out: file that is written, too: .csv, .json or .parquet.
+            out: file to write as well: .csv, .json or .parquet.
             pairs: score these pairs, of a model that compares: a table with columns one,other. None: all.
 
         Raises:
@@ -258,7 +258,7 @@ class Run:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What a run does now."""
+    """State and progress of a run."""
 
     state: str  # waiting, running, silent, done, stopped, failed, lost or new
     step: int | None
@@ -348,7 +348,7 @@ def _make_column(texts: list[str]) -> "np.ndarray":
 
 
 def _call(words: list[str], *, about: Path | None = None) -> None:
-    """Run a command in a process of its own, and show its newest line until it ends.
+    """Run a command in a separate process, and show its newest line until it ends.
 
     It writes to files instead of pipes, so that a training outlives a kernel that is restarted.
 
@@ -387,14 +387,14 @@ def _call(words: list[str], *, about: Path | None = None) -> None:
 
 
 def _read(file: BinaryIO) -> str:
-    """Return the end of what a process has written to a file that it shares with us."""
+    """Return the end of the text that a process has written to a file shared with us."""
     descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
     return os.pread(descriptor, _MOST_BYTES, max(0, size - _MOST_BYTES)).decode(errors="replace")
 
 
 _MOST_BYTES = 2**16
 _CLOCK = re.compile(r"\d\d:\d\d:\d\d ")
-"""What a line of a run's log begins with."""
+"""Start of a line of a run's log."""
 
 
 def _find_last_line(text: str) -> str:

@@ -139,7 +139,7 @@ COMMANDS = (
     ("site", "cluster-check gc"),
     ("family", "new check-family"),
 )
-"""Modules and the names of their commands, in the order of --help. What was not typed is not
+"""Modules and the names of their commands, in the order of --help. Modules of other commands are not
 imported: all modules together take longer than a status."""
 
 

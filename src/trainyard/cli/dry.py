@@ -1,4 +1,4 @@
-"""What `--dry` prints: what a command would start. It starts and writes nothing, and loads no torch."""
+"""`--dry`: prints a command's plan. Starts and writes nothing, and loads no torch."""
 
 import os
 import sys
@@ -40,10 +40,10 @@ PACKING, FIRST = "PACKING", "FIRST"
 
 
 def print_run(run: Path, config: TrainConfig, jobs_dir: Path, *, ranks: int, memory: Choice[str] | None = None) -> int:
-    """Print what a run on this machine would train on, how long, and from which step.
+    """Print the data, duration and first step of a run on this machine.
 
     Args:
-        memory: what a step takes, and the reason, where that is asked before the run starts.
+        memory: of a step, with the reason, where it is checked before the run starts.
 
     Raises:
         UserError: the run would be refused for its data.

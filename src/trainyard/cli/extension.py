@@ -1,4 +1,4 @@
-"""Extends a run to a larger `max_duration`: exactly, unless what it did so far depends on where it ends."""
+"""Extends a run to a larger `max_duration`: exactly, unless its past steps depend on the end of the schedule."""
 
 from dataclasses import dataclass
 from pathlib import Path

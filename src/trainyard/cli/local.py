@@ -1,4 +1,4 @@
-"""The commands for what is on this machine: packed data, checkpoints and reports."""
+"""The commands for packed data, checkpoints and reports on this machine."""
 
 import argparse
 from pathlib import Path

@@ -44,10 +44,10 @@ def add_commands(verbs: Verbs) -> None:
     trace = "also write a trace of some steps, which ui.perfetto.dev opens, and name the most expensive operators"
     verb.add_argument("--trace", type=Path, metavar="FILE", help=trace)
     verb.add_argument("--results", type=Path, metavar="FOLDER", help="also write doctor-DATE.jsonl there")
-    record = "say from a run's record what its time went to; measures nothing"
+    record = "break down a run's time from its record; measures nothing"
     verb.add_argument("--run", metavar="RUN", help=record)
     verb.add_argument("--as-rank", type=Path, default=None, help=argparse.SUPPRESS)
-    doc = "measure what each optimisation gives a job on this machine: alone, and with all the others"
+    doc = "measure the gain of each optimisation for a job on this machine: alone, and with all the others"
     verb = add_verb(verbs, "ablate", _ablate, doc)
     verb.add_argument("job")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")

@@ -51,7 +51,7 @@ def find_cluster(wanted: str, *, job: str = "", dry: bool = False) -> clusters.C
         job: which a person may run without Slurm; "": none.
 
     Raises:
-        UserError: there is no Slurm here to submit to; says how to run without it.
+        UserError: there is no Slurm here to submit to; has the command that runs without it.
     """
     absent = slurm.explain_absence()
     if absent and not dry:
@@ -70,7 +70,7 @@ def find_cluster(wanted: str, *, job: str = "", dry: bool = False) -> clusters.C
 
 
 def read_request(args: argparse.Namespace) -> RunRequest:
-    """Return what was typed; a flag that the command does not have is as one that was left out."""
+    """Return the typed request; a flag that the command does not have counts as left out."""
     stated = vars(args)
     return RunRequest(
         job=stated.get("job", ""),
@@ -98,7 +98,7 @@ def check_against_slurm(*plans: Plan | None) -> None:
 
     Raises:
         UserError: this is another Slurm, it has no such partition, its time limit is shorter than requested, a limit of
-            an account or a QOS would keep a job waiting for ever, or what a job needs on its nodes is not there.
+            an account or a QOS would never let a job start, or its nodes lack something that it needs.
     """
     here, partitions = slurm.query_cluster_name(), slurm.query_partitions()
     present = [plan for plan in plans if plan is not None]
@@ -178,7 +178,7 @@ def _check_room(plan: Plan, count: int, limit: slurm.Limit, queued: int) -> None
 def require_trust(
     folders: Sequence[Path], args: argparse.Namespace, *, here: bool = False, is_recalled: bool = False
 ) -> None:
-    """Raise a UserError if others own or can change what is executed from these folders, unless `--trust` was typed.
+    """Raise a UserError if others own or can change the executed files of these folders, unless `--trust` was typed.
 
     Args:
         is_recalled: the folder of families is one that a run names, and nobody typed.

@@ -54,7 +54,7 @@ class _Chosen:
     plan: Plan
     packing: PackingChoice
     count: int | None  # of samples; None: not counted
-    memory: Choice[str] | None  # what a step takes; None: ranks on the CPU
+    memory: Choice[str] | None  # of a step; None: ranks on the CPU
 
 
 def add_commands(verbs: Verbs) -> None:
@@ -219,13 +219,13 @@ def _choose_local_ranks(wanted: int, *, cpu_ranks: int) -> tuple[int, list[Local
 def _check_local_memory(
     config: TrainConfig, request: RunRequest, *, ranks: int, gpus: Sequence[LocalGpu]
 ) -> Choice[str]:
-    """Return what a step takes on the GPUs of this machine, as `check_target`, or where else memory is checked."""
+    """Check a step's memory on the GPUs of this machine, as `check_target`, or name the later check."""
     if not gpus:
-        return Choice(HOST, "ranks on the CPU; a run refuses what this host has no memory for")
+        return Choice(HOST, "ranks on the CPU; a run that needs more than this host's memory is refused")
     names = {f"{gpu.name}{', in MIG slices' * gpu.is_split}": gpu for gpu in gpus}
     gpu, *others = names.values()
     card = None if others or gpu.is_split else find_gpu_by_name(gpu.name, gpu.memory_gib)
-    if card is None:  # of several types, torch chooses one by rules of its own
+    if card is None:  # of several types, torch chooses one by its own rules
         what = f"{' and '.join(names)}: {'several types' if others else 'no card that plans know'}"
         return Choice("not checked", f"{what}; when the run starts, it tries its largest step first")
     return check_target(Target(card, ranks, card.key, None), config, request)

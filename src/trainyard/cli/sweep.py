@@ -150,7 +150,7 @@ def _continue_sweep(args: argparse.Namespace) -> int:
         say(f"Nothing is missing: {_count_states(states.values())}.\nnext  trainyard results {sweep.name}")
         return 0
     submitted = next((run for run in present if (run / runs.SUBMISSION).is_file()), None)
-    if submitted is None and not sweep.request:  # an older version had not written down what it requested
+    if submitted is None and not sweep.request:  # an older version had not stored the request
         raise UserError(f"{sweep.folder}: was never submitted. Remove it and its runs, and type the sweep again.")
     submission = read_submission(submitted) if submitted else {"cluster_file": "", **sweep.request}
     cluster = find_cluster(args.cluster or submission["cluster_file"], job=sweep.job, dry=args.dry)
