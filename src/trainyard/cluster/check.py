@@ -55,7 +55,7 @@ def check_cluster(cluster: Cluster) -> list[Finding]:
 
 
 def render_findings(findings: Sequence[Finding]) -> str:
-    """Render findings, one per line, and what to do next."""
+    """Render findings, one per line, and the next command."""
     lines = [f"{finding.level:<5}  {finding.what}: {finding.found} {finding.advice}".rstrip() for finding in findings]
     wrong, notes = (sum(finding.level == word for finding in findings) for word in ("wrong", "note"))
     if wrong:
@@ -87,7 +87,7 @@ def _check_python(cluster: Cluster) -> Iterator[Finding]:
         return  # the interpreter is in the container image
     python = shutil.which(cluster.python or sys.executable)
     if python is None:
-        yield Finding("wrong", "python", f"there is no {cluster.python} here.", "Name one that the nodes have, too.")
+        yield Finding("wrong", "python", f"there is no {cluster.python} here.", "Name one that the nodes also have.")
     elif any(Path(python).is_relative_to(folder) for folder in cluster.shared):
         yield Finding("ok", "python", f"{python} is below a shared folder.")
     else:
@@ -114,7 +114,7 @@ def _check_container(cluster: Cluster) -> Iterator[Finding]:
 
 
 def explain_missing_image(cluster: Cluster, spec: GpuNodes) -> str:
-    """Say that the container image for a kind of nodes is not where they share a folder with this machine; "" else."""
+    """Return an error if the container image for a kind of nodes is not below a folder shared with them; "" else."""
     image = _find_image(cluster, spec)
     if Path(image).exists() or not any(Path(image).is_relative_to(folder) for folder in cluster.shared):
         return ""
@@ -124,7 +124,7 @@ def explain_missing_image(cluster: Cluster, spec: GpuNodes) -> str:
 
 
 def explain_missing_module(cluster: Cluster) -> str:
-    """Say which line of `setup` loads a module that is not there; "" if none does, or this machine has no `module`."""
+    """Name the line of `setup` that loads a missing module; "" if none does, or this machine has no `module`."""
     lines = [line for line in cluster.setup if re.match(r"(module|ml)\s|(source|\.)\s.*(module|lmod)", line)]
     if not lines:
         return ""
@@ -165,7 +165,7 @@ def _check_name(cluster: Cluster, actual: str) -> Iterator[Finding]:
         yield Finding("wrong", "slurm_name", found, "Check on the right cluster, or take its file.")
     else:
         advice = f"Write slurm_name: {actual}: then this file is chosen automatically here."
-        yield Finding("note", "slurm_name", "the file does not say which Slurm it is for.", advice)
+        yield Finding("note", "slurm_name", "the file does not name its Slurm.", advice)
 
 
 def _check_gpus(what: str, spec: GpuNodes, partitions: dict[str, Partition]) -> Iterator[Finding]:
@@ -244,7 +244,7 @@ def _count_gres(kind: NodeKind, gres: str) -> int:
 
 
 def _satisfies(kind: NodeKind, constraint: str) -> bool:
-    """Tell whether a node has the features of a constraint like "a100", "a100&ib" or "a100|h100"."""
+    """Return whether a node has the features of a constraint like "a100", "a100&ib" or "a100|h100"."""
     alternatives = (re.findall(r"[\w.:-]+", part) for part in constraint.split("|"))
     return any(set(features) <= set(kind.features) for features in alternatives)
 
@@ -314,7 +314,7 @@ def _describe_preemption(where: str, mode: str, left_s: int, is_warned: bool) ->
     found = f"{where}: a preempted job has {left_s} s between {signal}its end."
     if left_s >= 60:
         return Finding("ok", "PreemptMode", found)
-    advice = "What it cannot save by then is trained again: save often, or ask the administrator for a GraceTime."
+    advice = "Steps since the last save are trained again: save often, or ask the administrator for a GraceTime."
     return Finding("note", "PreemptMode", found, advice)
 
 
@@ -373,7 +373,7 @@ def _check_accounting(cluster: Cluster, settings: dict[str, str]) -> Iterator[Fi
 
 
 def _check_limits(what: str, spec: GpuNodes, limits: Sequence[Limit], default_min: int) -> Iterator[Finding]:
-    """Check what is requested by default, and say how many GPUs and jobs are allowed."""
+    """Compare the default request with the limits, and list the allowed numbers of GPUs and jobs."""
     time_min = min(default_min, parse_minutes(spec.time_max)) if spec.time_max else default_min
     demand = count_demand(spec, gpus=spec.per_node * spec.nodes, nodes=spec.nodes, time_min=time_min)
     for limit in limits:

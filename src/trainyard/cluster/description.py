@@ -70,7 +70,7 @@ class Container:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempts:
-    """How often a job is started again, by the cause of its end."""
+    """Budgets of restarts, by the cause of an attempt's end."""
 
     preempted: int = 1000
     time_limit: int = 100
@@ -113,7 +113,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class UserFile:
-    """What a user states for all clusters: trainyard.yaml in the user's configuration folder."""
+    """A user's settings for all clusters: trainyard.yaml in the user's configuration folder."""
 
     data: dict[str, str] = field(default_factory=dict)  # as in a cluster file
 
@@ -332,7 +332,7 @@ def _make_error(node: yaml.Node, key: str, words: str) -> ClusterError:
     return ClusterError(f"{where}: {key}: {words}" if key else f"{where}: {words}")
 
 
-# Checks of values: each returns what is wrong as a sentence, or ""
+# Checks of values: each returns an error as a sentence, or ""
 
 
 def _check_card(card: str) -> str:

@@ -21,12 +21,12 @@ _DATABASE_TIMEOUT_S = 5.0  # if the database is down, sacct waits for minutes, w
 
 
 class SlurmError(UserError):
-    """Slurm did not do what was requested. One line, with its message."""
+    """A failed request to Slurm. One line, with Slurm's message."""
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What Slurm reports about one job, or about one element of an array."""
+    """A job, or an element of an array, as Slurm reports it."""
 
     id: str  # "12", or "12_3" for an element
     state: str  # as Slurm names it: PENDING, RUNNING, COMPLETED, NODE_FAIL, ...
@@ -39,7 +39,7 @@ class SlurmJob:
 
 @dataclass(frozen=True)
 class JobUsage:
-    """What a job requested, and what Slurm counted that it used: of its newest start alone."""
+    """Resources that a job requested, and its usage as Slurm counted it: of its newest start alone."""
 
     id: str
     elapsed_s: int
@@ -90,7 +90,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Rules:
-    """What accounting says about a user's accounts and about every QOS: rows by the names of their columns."""
+    """Limits from accounting, of a user's accounts and of every QOS: rows by the names of their columns."""
 
     are_enforced: bool
     own: list[dict[str, str]]  # the user in each account
@@ -133,7 +133,7 @@ class Reservation:
 
 
 def explain_absence() -> str | None:
-    """Return None if Slurm answers here, else one sentence that says why not. Takes milliseconds if Slurm answers."""
+    """Return None if Slurm answers here, else one sentence with the reason. Takes milliseconds if Slurm answers."""
     if shutil.which("sbatch") is None:
         return "There is no Slurm here: sbatch is not on PATH."
     try:
@@ -266,7 +266,7 @@ def query_rules(user: str) -> Rules:
     """
     own = _query_rules(["user", user, "withassoc"], ("DefaultAccount", "Partition", "QOS", "DefaultQOS", *_OF_ACCOUNT))
     names = ",".join(sorted({row["Account"] for row in own}))
-    # What an account's users may have together is not shown with each of them.
+    # Limits that an account's users share are not shown with each of them.
     shared = _query_rules(["associations", "where", f"account={names}", "user="], _OF_ACCOUNT) if own else []
     qos = {row["Name"]: row for row in _query_rules(["qos"], ("Name", "Flags", *_OF_QOS))}
     partitions = {name: words.get("QoS", "N/A") for name, words in _query_partition_words().items()}
@@ -275,7 +275,7 @@ def query_rules(user: str) -> Rules:
 
 
 def query_job_words(id: str) -> dict[str, str]:
-    """Return what a job requests, and why it waits, as `scontrol show job` names it.
+    """Return a job's request, and its reason to wait, as `scontrol show job` names them.
 
     Raises:
         SlurmError: Slurm does not know the job, or does not answer.
@@ -458,7 +458,7 @@ def _query_table(command: Sequence[str], *, columns: int, timeout_s: float = _TI
     fewer columns are a site's own, such as a welcome.
 
     Raises:
-        SlurmError: the command failed, or there is no table in what it printed.
+        SlurmError: the command failed, or its output contains no table.
     """
     lines = _run_checked(command, timeout_s=timeout_s).splitlines()
     table = [

@@ -24,7 +24,7 @@ def load_yaml(data: bytes, path: Path, *, error: type[UserError], plain: bool = 
     Args:
         data: up to one byte more than `MOST_BYTES`.
         path: where they are from, for the error.
-        error: the class of what is raised.
+        error: the class of the exception.
         plain: refuse anchors, aliases and tags, which could run code or grow without bound.
 
     Raises:
