@@ -101,7 +101,7 @@ def read_annotations(path: Path) -> Annotations:
             ids = ", ".join(repr(number) for number, other in categories.items() if other == name)
             raise UserError(
                 f"{path}: the categories {ids} are all called '{name}', so their objects would train as {count} "
-                "classes and be scored as one. Give them one id, or names of their own."
+                "classes and be scored as one. Give them one id, or different names."
             )
     for number, entry in enumerate(content.annotations):
         where = f"{path}: {_name_object(number, entry)}"
@@ -145,7 +145,7 @@ def _refuse_repeated(path: Path, what: str, ids: Iterable[Id]) -> None:
 
 
 def explain_lost_boxes(boxes: Collection[Iterable[float]]) -> str:
-    """Return a sentence on what the numbers of boxes that do not fit may mean instead; "" if that is unclear."""
+    """Return a sentence with the likely meaning of boxes that do not fit; "" if it is unclear."""
     rows = [tuple(box) for box in boxes]
     if rows and all(0 <= value <= 1 for box in rows for value in box):
         return " All numbers are in 0..1, so they are shares of the image, as in YOLO: multiply them by its size."

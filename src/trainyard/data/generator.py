@@ -21,7 +21,7 @@ def hash_generator(family: Path) -> str:
 def hash_packing(family: Path) -> str:
     """Return a digest of `pack.py` and of all it imports relatively from its family, without docstrings.
 
-    Left out are what makes synthetic samples, whose folder has a digest of its own, and `config.py`, whose options
+    Left out are the files that make synthetic samples, whose folder has another digest, and `config.py`, whose options
     packed data name.
     """
     pack = family / "pack.py"

@@ -134,7 +134,7 @@ def _refuse_special_file(path: Path) -> None:
         mode = path.stat().st_mode
     except FileNotFoundError:
         raise ShardError(f"{path}: missing. Copy it again, or pack the data again.") from None
-    if not stat.S_ISREG(mode):  # opening a named pipe would wait for ever
+    if not stat.S_ISREG(mode):  # opening a named pipe would block
         raise make_refusal(path, "is not a regular file")
 
 

@@ -1,4 +1,4 @@
-"""Reads the shape of encoded images and audio from their own headers, and compares it with what an index says."""
+"""Reads the shape of encoded images and audio from their own headers, and compares it with the index."""
 
 import io
 from collections.abc import Sequence

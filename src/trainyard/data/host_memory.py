@@ -1,4 +1,4 @@
-"""Reads how much memory of this host its ranks can still get, and counts what they take of it."""
+"""Reads the memory of this host that its ranks can still get, and counts their use of it."""
 
 import re
 import sys
@@ -29,9 +29,9 @@ def read_available_memory(
     hierarchy: Path = Path("/sys/fs/cgroup"),
     membership: Path = Path("/proc/self/cgroup"),
 ) -> AvailableMemory:
-    """Return the tightest of the machine's available memory and what the limits of its cgroups (v2, v1) leave.
+    """Return the smallest of the machine's available memory and the memory left by the limits of its cgroups (v2, v1).
 
-    What the page cache takes counts as available: the kernel gives it back.
+    The page cache counts as available: the kernel gives it back.
     """
     free_kib = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
     found = [AvailableMemory(int(free_kib[1]) * 1024, "MemAvailable of this machine")] if free_kib else []

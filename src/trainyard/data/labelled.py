@@ -101,7 +101,7 @@ def assign_sets(
     given = {key: (stated or {}).get(key, "") for key in labels}
     shares = {"val": rule.val_share, "test": rule.test_share}
     shares = {name: share for name, share in shares.items() if share > 0 and name not in given.values()}
-    if "train" in given.values():  # a test set is what its owner names; training needs a validation set
+    if "train" in given.values():  # only the owner names a test set; training needs a validation set
         shares.pop("test", None)
     sets = {key: name or "train" for key, name in given.items()}
     by_label: dict[str, list[str]] = {}

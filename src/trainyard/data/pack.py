@@ -38,7 +38,7 @@ from trainyard.files import (
 )
 from trainyard.text import format_override, join_names, quote_path
 
-_MOST_SAMPLES = 2048  # in a shard, however small: what a kill loses of each worker's work, and the workers share
+_MOST_SAMPLES = 2048  # in a shard, however small: a kill loses at most these for each worker
 _LISTED_AT_ONCE = 4096  # part of the digest that names packed data: another number would pack everything again
 _PROBE = 64  # samples that the mean size is estimated from
 _MAX_NAMED = 5  # bad files named in an error
@@ -55,10 +55,10 @@ _Stamp = tuple[int, int] | None
 
 
 class Listing(NamedTuple):
-    """What `read_listing` found out about samples."""
+    """Count and digest of samples, from `read_listing`."""
 
     samples: int
-    digest: str  # of their names, their raw files' sizes and times, and what describes the packing
+    digest: str  # of their names, their raw files' sizes and times, and the packing's options
     stamps: "array.array[int]"  # two numbers for each sample: size and time of its raw file, or 0
 
 
@@ -134,7 +134,7 @@ def pack(
 
 
 def _explain_end(exit_code: int, workers: int, shard_mib: float) -> str:
-    """Say how a worker ended, and what to do. A negative exit code is the signal that ended it."""
+    """Explain the end of a worker, with the remedy. A negative exit code is the signal that ended it."""
     if exit_code == -signal.SIGKILL:
         return (
             f"A packing process was killed, most likely because memory ran out ({workers} processes, each with a shard "
@@ -207,7 +207,7 @@ def _plan_shards(
 
 
 def _hash_listing(chunk: Sequence[tuple[Sample, _Stamp]], meta: dict[str, Any]) -> str:
-    """Return a digest of what a shard is made from: names, columns, and the raw files' sizes and times.
+    """Return a digest of a shard's sources: names, columns, and the raw files' sizes and times.
 
     Not of `skip_bad`: a second call with `skip_bad` keeps the shards without bad files.
     """
@@ -218,7 +218,7 @@ def _hash_listing(chunk: Sequence[tuple[Sample, _Stamp]], meta: dict[str, Any]) 
 
 
 class _Journal:
-    """`packing.json`: what the shards of a folder were made from. Written by the packing process only."""
+    """`packing.json`: the sources of a folder's shards. Written by the packing process only."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / JOURNAL
@@ -231,7 +231,7 @@ class _Journal:
             return None
         if self._packed_elsewhere:
             raise PackError(
-                f"{task.path.parent}: contains packed data, but no {JOURNAL} that lists what it was made from. "
+                f"{task.path.parent}: contains packed data, but no {JOURNAL} that lists its sources. "
                 "Use the data as it is, or choose an empty folder for the output."
             )
         entry = self._shards.get(task.path.name)
@@ -255,7 +255,7 @@ class _Journal:
 
 
 def _read_journal(path: Path) -> dict[str, dict[str, Any]]:
-    """Return what a journal says about each shard.
+    """Read a journal: its entry for each shard.
 
     Raises:
         FormatError: it is of another format.
@@ -291,7 +291,7 @@ def _hash_journal(shards: dict[str, dict[str, Any]]) -> str:
 class _Tally:
     """Counts samples, and bad ones among them, by the classes that their listing states.
 
-    What is wrong with the samples of one class alone is what a model learns.
+    A model learns a fault that the samples of one class alone have.
     """
 
     def __init__(self) -> None:

@@ -67,7 +67,7 @@ _listed: ContextVar[Listed | None] = ContextVar("_listed", default=None)
 
 @contextmanager
 def list_once() -> Iterator[Listed]:
-    """Within the block, no folder is listed a second time: what was found first counts. Keeps 150 bytes an entry."""
+    """Within the block, no folder is listed a second time: the first listing counts. Keeps 150 bytes an entry."""
     token = _listed.set(found := Listed())
     try:
         yield found
@@ -258,10 +258,10 @@ def _walk(folder: Path, outer: Set[tuple[int, int]]) -> Iterator[Path]:
 
 
 def check_sources(samples: "Iterable[Sample]") -> "Iterator[tuple[Sample, os.stat_result | None]]":
-    """Yield samples after checking their names and raw files, with what stat(2) says of the file; None without one.
+    """Yield samples after checking their names and raw files, with the stat(2) of the file; None without one.
 
     Costs one `stat` for each sample, of which many run at the same time, and about 150 bytes. Samples may share a raw
-    file. What is refused is a file that a link makes appear in two folders, because its copies would be dealt out to
+    file. A file is refused if a link makes it appear in two folders, because its copies would be dealt out to
     training and test. Hard links, and links with another name, are taken as meant.
 
     Raises:

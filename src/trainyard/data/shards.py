@@ -186,7 +186,7 @@ class ShardSet:
         self._verify_checksums(name, ids, out, owners, when=check_crc)
 
     def refuse_misfits(self, name: str, ids: np.ndarray) -> None:
-        """Raise if the header of a record does not say what the index does: for records that cannot be decoded.
+        """Raise if the header of a record contradicts the index: for records that cannot be decoded.
 
         Raises:
             ShardError: names the first of them.
@@ -249,7 +249,7 @@ class ShardSet:
         return self._most_open < len(self.shards)
 
     def _map_arrays(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the records of a name in all shards, and for each shard what to add to ids to have their rows there.
+        """Return the records of a name in all shards, and for each shard the offset from ids to their rows there.
 
         None: they cannot be mapped as one array.
         """
@@ -375,7 +375,7 @@ def check_size(shard: Shard) -> None:
         raise ShardError(
             f"{shard.path}: {found} bytes, the index says {shard.size_bytes}: the file is "
             f"{'cut off' if found < shard.size_bytes else 'not the one packed'}. "
-            "Copy it again, or delete it and pack again. List what is lost: "
+            "Copy it again, or delete it and pack again. List the lost records: "
             f"trainyard verify {quote_path(shard.path.parent)}"
         )
 

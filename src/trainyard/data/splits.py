@@ -16,7 +16,7 @@ _TRAIN = "train"
 
 
 class Samples(Protocol):
-    """What a data set says of its samples without opening one: an index, or shards."""
+    """Columns of a data set that are known without opening a sample: an index, or shards."""
 
     @property
     def count(self) -> int: ...
@@ -57,7 +57,7 @@ def find_splits(pack: ModuleType, data: Samples, config: TrainConfig) -> "dict[s
         ids = found[name]
         if shared := int(trains[ids].sum()):
             raise ContractError(
-                f"{where}: {shared} of the {len(ids)} ids in '{name}' are in 'train', too, so its scores would be too "
+                f"{where}: {shared} of the {len(ids)} ids in '{name}' are also in 'train', so its scores would be too "
                 "good. A sample is in one set."
             )
         if len(np.unique(ids)) < len(ids):

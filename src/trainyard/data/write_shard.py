@@ -72,7 +72,7 @@ class _Blob:
 class _JoinedBlobs:
     """The records of variable length of one name, whose bytes are copied one after the other.
 
-    Into maps of their own: between the buffers of decoding, records leave gaps that neither fills again. 128 MiB of
+    Into separate maps: between the buffers of decoding, records leave gaps that neither fills again. 128 MiB of
     uncompressed images took 223 MiB then, and 440 once the worker wrote its next shard.
     """
 
@@ -264,7 +264,7 @@ def _check_loaded(sample: Sample, loaded: Any, first: Loaded) -> None:
 
 
 def _describe_form(value: Any) -> str:
-    """Say what all samples must have in common in a record or a column; "" if it cannot be packed."""
+    """Describe the form that all samples must share in a record or a column; "" if it cannot be packed."""
     if isinstance(value, np.ndarray):
         return f"an array {value.shape}" if value.dtype.name in NUMBERS else ""
     if isinstance(value, Ragged):
@@ -281,7 +281,7 @@ def _describe_form(value: Any) -> str:
 
 
 def _describe_error(error: Exception) -> str:
-    """Say why a sample is bad; of an error that no loader expects also the place in the code."""
+    """Explain why a sample is bad; for an error that no loader expects, add the place in the code."""
     if isinstance(error, BadRecord | OSError):
         return str(error) or type(error).__name__
     return f"{type(error).__name__}: {error} ({find_place(error)})"
