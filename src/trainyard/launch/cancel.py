@@ -21,7 +21,7 @@ from trainyard.runs.status import Status, describe_state, format_resume_command,
 
 
 def cancel(runs: Sequence[Path]) -> list[str]:
-    """Cancel runs and return one line per run that says what was done. Checkpoints stay, so runs can be resumed.
+    """Cancel runs and return the outcome, one line per run. Checkpoints stay, so runs can be resumed.
 
     Raises:
         UserError: none of the runs is active, or one cannot be reached from here; then none was cancelled.
@@ -76,7 +76,7 @@ def _cancel_in_slurm(submitted: Sequence[Status]) -> None:
 
 
 def _list_own_jobs(status: Status) -> list[str]:
-    """Return the Slurm jobs of a run, without one that packs data for other runs, too."""
+    """Return the Slurm jobs of a run, without one that also packs data for other runs."""
     jobs = status.snapshot.slurm_job_ids
     return jobs if find_named_run(status.snapshot.submission, "packing_run") is None else jobs[-1:]
 
@@ -97,7 +97,7 @@ def _find_unwanted_packing(cancelled: Sequence[Path]) -> dict[Path, str]:
 
 
 def _describe_outcome(before: Status) -> str:
-    """Say what was done to a run, given its status before."""
+    """Describe the outcome for a run, given its status before."""
     name = format_run_name(before.run)
     if before.state not in ACTIVE:
         return f"{name}: is {describe_state(before)}, so there is nothing to cancel."

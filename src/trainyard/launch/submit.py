@@ -280,7 +280,7 @@ def _call_sbatch(
             said = string if isinstance(string, str) else string.decode(errors="replace")
             if not (ids := re.findall(r"^Submitted batch job (\d+)", said, re.MULTILINE)):
                 slurm.cancel_scripts(folder)
-                raise FailedSubmissionError(f"sbatch: no id of a job is in what it said: {said}")
+                raise FailedSubmissionError(f"sbatch: its output has no id of a job: {said}")
             return str(ids[-1])
 
     executor = RankExecutor(folder)
@@ -325,7 +325,7 @@ def submit_locally(run: Path, *, ranks: int, gpus: int, time_min: int, code: Cod
 def settle_end(ended: Status) -> None:
     """Release the lock of a run whose Slurm job has ended, and record an end that only Slurm and `status` tell so far.
 
-    An attempt that Slurm ends records nothing, and the next submission of its run hides what was known about it.
+    An attempt that Slurm ends records nothing, and the next submission of its run hides its known end.
     """
     release(ended.run)
     newest = ended.newest_attempt

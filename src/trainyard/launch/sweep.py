@@ -103,7 +103,7 @@ def name_run(sweep: str, index: int) -> str:
 
 
 def name_packing_run(folder: Path, job: str) -> Path:
-    """Return where the Slurm job that packs the data of a sweep records what it does; it is a run that only packs."""
+    """Return the folder in which the Slurm job that packs the data of a sweep records; it is a run that only packs."""
     return find_free_name(folder / job / "packing")
 
 
@@ -137,7 +137,7 @@ def create(
         root: folder of all runs.
         name: name of the sweep; None: job and time. Run names are this name followed by their index.
         environ: environment variables; a run records a few known ones.
-        request: what was requested of Slurm for each run.
+        request: resources requested of Slurm for each run.
         group: as for `create_run`.
 
     Raises:
@@ -224,7 +224,7 @@ def discard(sweep: Sweep) -> None:
     shutil.rmtree(sweep.folder)
 
 
-# What varies
+# The values of a sweep
 
 
 def _split_words(text: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Makes the plan of a Slurm job from what is requested: card, nodes, time, options, batch. Loads no torch."""
+"""Makes the plan of a Slurm job from a request: card, nodes, time, options, batch. Loads no torch."""
 
 from trainyard.choice import Choice
 from trainyard.cluster.description import Cluster, GpuNodes, parse_minutes
