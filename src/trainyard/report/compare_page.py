@@ -1,7 +1,7 @@
 """Several runs on one page: the deciding metric best first, what differs in their options, curves over one another.
 
 The runs have one family and one deciding metric, because numbers of others cannot be ranked. A sweep has its own page
-(sweep_page.py), with means over seeds; here each run counts for itself, with the interval of its own evaluation.
+(sweep_page.py), with means over seeds; here each run counts for itself, with the interval of its evaluation.
 """
 
 import math
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PAGE = "comparison.html"
 _LINES = ("-", "--", ":", "-.")  # where there are more runs than colours
-_NAMES_ONLY = (LOCATION, "job", "start_from", "data.cache")  # where things are, not what was trained
+_NAMES_ONLY = (LOCATION, "job", "start_from", "data.cache")  # locations, which change nothing in training
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Compared:
 
 @limit_writers()
 def write_comparison(runs: Sequence[Path], page: Path) -> str:
-    """Write the page, and return the sentence that says which run is best, if that can be told.
+    """Write the page, and return a sentence about the best run, if that can be told.
 
     Raises:
         UserError: the runs cannot be compared, or one of them cannot be read.
@@ -89,7 +89,7 @@ def judge_runs(found: Sequence[Compared], metric: str, *, mode: str) -> str:
     """
     scored = {one.name: one.line for one in found if one.line is not None}
     if len(scored) < 2:
-        return f"Fewer than two runs have {metric} on one set, so nothing says which is better."
+        return f"Fewer than two runs have {metric} on one set, so they cannot be ranked."
     lacking = [name for name, line in scored.items() if not has_interval(line, metric)]
     if lacking:
         return f"No winner can be named: {join_names(lacking)} without a 95 % interval of {metric}."

@@ -22,7 +22,7 @@ def format_evaluations(evaluations: Sequence[Evaluation]) -> str:
 
 
 def render_evaluations(evaluations: Sequence[Evaluation]) -> str:
-    """Return the table as HTML, with what was evaluated and the figures of each folder; "" if there is none."""
+    """Return the table as HTML, with the data and the figures of each folder; "" if there is none."""
     if not evaluations:
         return ""
     names, columns = _list_columns(evaluations)

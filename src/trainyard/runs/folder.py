@@ -73,7 +73,7 @@ def write_env(run: Path, record: Mapping[str, Any], *, durable: bool = True) -> 
     Args:
         durable: as of `files.open_atomically`; off in a folder that `files.rename` flushes.
     """
-    fields = json.loads(json.dumps({"format": FORMATS[RUN], **record}))  # what a reader gets: string keys, no tuples
+    fields = json.loads(json.dumps({"format": FORMATS[RUN], **record}))  # as read back: string keys, no tuples
     write_json(run / ENV_FILE, {**fields, ENV_DIGEST: hash_fields(fields)}, durable=durable)
 
 
@@ -196,7 +196,7 @@ def check_name(name: str | None, *, of: str) -> None:
     """Raise a UserError if a name is not a plain file name; None is no name.
 
     Args:
-        of: what it names: a run or a sweep.
+        of: its kind: a run or a sweep.
     """
     if name is not None and not re.fullmatch(r"\w[\w.+-]*", name):
         raise UserError(

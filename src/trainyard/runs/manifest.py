@@ -1,6 +1,6 @@
-"""Reads what checkpoints say about themselves, in their names and manifests. Loads no torch.
+"""Reads the names and manifests of checkpoints. Loads no torch.
 
-train/checkpoint.py writes them, and says what they are.
+train/checkpoint.py writes and documents them.
 """
 
 import hashlib
@@ -32,9 +32,9 @@ class Entry:
     path: Path
     step: int
     bytes: int  # of the data file on disk
-    meta: Mapping[str, Any]  # what the caller of `save` added; empty if the manifest is damaged
+    meta: Mapping[str, Any]  # added by the caller of `save`; empty if the manifest is damaged
     sha256: str  # of the data file, as saved; empty if the manifest is damaged
-    problem: str | None  # what is wrong, found without reading the data; `verify` also reads the data
+    problem: str | None  # a fault found without reading the data; `verify` also reads the data
 
 
 def list_checkpoints(directory: Path) -> list[Entry]:
@@ -69,7 +69,7 @@ def find_result_step(found: Sequence[Entry]) -> int | None:
 
 
 def verify(entry: Entry) -> str | None:
-    """Read the whole data file and return what is wrong with the checkpoint, None if it is as it was saved."""
+    """Read the whole data file and return the checkpoint's fault, None if it is as it was saved."""
     if entry.problem:
         return entry.problem
     try:
@@ -94,7 +94,7 @@ def read_entry(path: Path) -> Entry:
     step, size = parse_name(path)[0], 0
     try:
         if path.is_symlink():
-            open_file(path)  # raises, and says why
+            open_file(path)  # raises
         size = path.stat().st_size
         manifest = load_json(path.with_suffix(".json"), most_bytes=_MOST_BYTES)
         problem = _check_manifest(manifest, path, step=step, size=size)
