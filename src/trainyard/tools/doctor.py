@@ -1,7 +1,7 @@
-"""Finds what limits a job's training on this machine, with the numbers that say so, and what fixing it gives at most.
+"""Finds the limit of a job's training on this machine, with the numbers that show it, and the most that a fix can give.
 
 Three rates answer most of it: steps on a batch that is on the device already, the loader alone, both together. They are
-measured by turns, each in several rounds.
+measured in turn, each in several rounds.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ _SYNCS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "_unique2", "
 
 @dataclass(frozen=True)
 class Fault:
-    """What slows training down."""
+    """A cause of slow training."""
 
     name: str
     found: str
@@ -74,12 +74,12 @@ class Fault:
 
 @dataclass
 class Diagnosis:
-    """What was measured, and what follows."""
+    """Measurements, and the faults that follow."""
 
     ranks: int
     rates: dict[str, Summary] = field(default_factory=dict)  # samples per second of all ranks
     step_ms: dict[str, float] = field(default_factory=dict)  # by stage of a step on the device
-    slowdowns: list[float] = field(default_factory=list)  # by turns: steps alone, as a multiple of both together
+    slowdowns: list[float] = field(default_factory=list)  # by turn: steps alone, as a multiple of both together
     loader_shares: dict[str, float] = field(default_factory=dict)
     around_ms: dict[str, float] = field(default_factory=dict)  # per step: evaluation, save
     facts: dict[str, str] = field(default_factory=dict)  # of the machine, by name
@@ -162,14 +162,14 @@ def _measure_rates(trial: Trial, cached: list[MicroBatch], found: Diagnosis, *, 
 
 
 def _drain(trial: Trial, stream: Iterator[MicroBatch]) -> None:
-    """Take what the loader has read ahead while it was not measured; the first time, start it."""
+    """Take batches that the loader has read ahead while it was not measured; the first time, start it."""
     for _ in range(trial.context.config.data.prefetch + 2):
         for _ in trial.take_micro_batches(stream):
             pass
 
 
 def _measure(trial: Trial, work: Callable[[], T]) -> tuple[float, T]:
-    """Return the seconds of work, with what the device does of it, and what it returns."""
+    """Return the seconds of work, with the device's part of it, and its result."""
     trial.wait()
     begin = time.perf_counter()
     result = work()
@@ -245,7 +245,7 @@ def _find_slow_rank(trial: Trial, cached: list[MicroBatch], found: Diagnosis) ->
 
 
 def judge_ranks(found: Diagnosis, seconds: list[list[float]], hosts: list[str]) -> None:
-    """Say whether one rank is slower than the others in three of four turns: others' work hits now this, now that.
+    """Find a rank that is slower than the others in three of four turns: others' work hits now this, now that.
 
     Args:
         seconds: of a step, by rank and turn.
@@ -261,9 +261,9 @@ def judge_ranks(found: Diagnosis, seconds: list[list[float]], hosts: list[str]) 
         found.faults.append(
             Fault(
                 "slow rank",
-                f"rank {slowest} on {hosts[slowest]} takes {medians[slowest] * 1e3:.0f} ms for what the others do "
-                f"in {others * 1e3:.0f} ms, and all wait for it",
-                "look at its clocks, its temperature and what else runs there; leave out its node (--exclude)",
+                f"rank {slowest} on {hosts[slowest]} takes {medians[slowest] * 1e3:.0f} ms a step, the others "
+                f"{others * 1e3:.0f} ms, and all wait for it",
+                "look at its clocks, its temperature and other processes there; leave out its node (--exclude)",
                 gain=gain,
             )
         )
@@ -285,7 +285,7 @@ class _SyncCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _waits_for_copy(tensor: Tensor, *, device: Any = None, non_blocking: bool = False, **_: Any) -> bool:
-    """Tell whether a copy is one from a GPU that the host waits for, as of tensor.cpu() and tensor.tolist()."""
+    """Return whether a copy is one from a GPU that the host waits for, as of tensor.cpu() and tensor.tolist()."""
     return tensor.is_cuda and device is not None and torch.device(device).type == "cpu" and not non_blocking
 
 
@@ -366,7 +366,7 @@ def _take_steps(trial: Trial, stream: Iterator[MicroBatch]) -> None:
 
 
 def _measure_around(trial: Trial, found: Diagnosis) -> None:
-    """Measure a save and an evaluation, and compute what they take per step at the run's intervals."""
+    """Measure a save and an evaluation, and compute their time per step at the run's intervals."""
     context, config = trial.context, trial.context.config
     steps = len(context.orders(0))
     step_ms = 1e3 * trial.samples_per_step / found.rates[TOGETHER].median
@@ -516,9 +516,9 @@ def _look_at_machine(trial: Trial, cached: list[MicroBatch], found: Diagnosis) -
 
 
 def judge_cores(device: str, found: Diagnosis) -> None:
-    """Say whether this process may use too few cores, and whether it gets those that it may use.
+    """Find whether this process may use too few cores, or does not get those that it may use.
 
-    What a GPU's job gains from cores is not known: only its loader needs them.
+    A GPU's job gains unknown time from cores: only its loader needs them.
     """
     cores, machine, quota = count_cores(), os.cpu_count() or 1, read_cpu_quota()
     usable = min(cores, quota or cores)
@@ -527,8 +527,8 @@ def judge_cores(device: str, found: Diagnosis) -> None:
         found.faults.append(
             Fault(
                 "few cores",
-                f"this process may use {usable:g} of the machine's {machine} cores: its affinity or its quota says so; "
-                "counted is what twice as many would give",
+                f"this process may use {usable:g} of the machine's {machine} cores: by its affinity or its quota; "
+                "counted is the gain of twice as many",
                 "ask for more: --cpus N in Slurm, --cpus in Docker, no taskset",
                 gain=min(2.0, machine / usable) if device == "cpu" else 1.0,
             )
@@ -550,7 +550,7 @@ def judge_cores(device: str, found: Diagnosis) -> None:
 
 @dataclass(frozen=True)
 class CpuShares:
-    """Who gets the cores' time while this process asks for all of it."""
+    """Shares of the cores' time while this process asks for all of it."""
 
     own: float  # of the cores that it may use
     others: float  # of all cores of the machine, by /proc/stat: other processes
@@ -593,7 +593,7 @@ def _read_cpu_ticks() -> tuple[int, int, int]:
 
 
 def judge_input(found: Diagnosis) -> None:
-    """Say whether the loader limits the rate, and which of its stages."""
+    """Find whether the loader limits the rate, and which of its stages."""
     compute, loader, together = (found.rates[name].median for name in (COMPUTE, LOADER, TOGETHER))
     steady = float(np.quantile(found.slowdowns or [compute / together], 0.25))  # others' work hits single turns
     gain = median(found.slowdowns or [compute / together])

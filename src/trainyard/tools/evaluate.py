@@ -46,7 +46,7 @@ from trainyard.train.precision import make_autocast
 from trainyard.train.recorder import encode_line
 
 CHANGEABLE = ("packing.", "evaluation.", "report.", "data.on_error=", "eval_batch_size=")
-"""How the options begin that an evaluation may change: how raw files are read, and how rows are scored."""
+"""Prefixes of the options that an evaluation may change: how raw files are read, and how rows are scored."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _list_packing(config: TrainConfig) -> dict[str, Any]:
 
 
 def _warn_of_other_packing(folder: Path, packed: object, own: Mapping[str, Any]) -> None:
-    """Say which options packed this data otherwise than the training data of the run."""
+    """Warn of options that packed this data otherwise than the training data of the run."""
     if not isinstance(packed, dict):  # none if `pack` was called directly
         return
     names = [name for name in own if packed.get(name, own[name]) != own[name]]
@@ -252,7 +252,7 @@ def _open_training(model: TrainedModel) -> _Training:
 
 
 def _count_seen(model: TrainedModel, data: ShardSet, ids: np.ndarray, training: _Training) -> dict[str, Any]:
-    """Count the samples whose content is that of a training sample, and the names that are names there, too."""
+    """Count the samples with the content of a training sample, and the names that also occur there."""
     if training.data is None:
         return {"unknown": training.missing}
     stored, trained_on = (name_store(one.records, one.meta) for one in (data, training.data))
@@ -306,7 +306,7 @@ def _score(
     training: _Training,
     with_baselines: bool,
 ) -> tuple[dict[str, Score], dict[str, Mapping[str, bytes]]]:
-    """Return what the run and each baseline get, by name, and the figures by folder."""
+    """Return the scores of the run and each baseline, by name, and the figures by folder."""
     module, config = model.module, model.config
     title = f"evaluating {folder.name}"
     with tqdm(total=len(evaluated.ids), unit="sample", desc=title, disable=None, leave=False) as bar:

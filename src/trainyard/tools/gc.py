@@ -1,9 +1,9 @@
-"""What takes disk space, who still needs it, and deleting what a person names: `trainyard gc`.
+"""Lists disk usage and the runs that need it, and deletes the items that a person names: `trainyard gc`.
 
 Nothing is listed that another user owns, that a link leads to, or that is outside of the run, the cache or the scratch
 it is listed for. `unneeded` takes packed data only if all of this holds:
 
-- It is in a cache that the user names (`--data`; default: ./data). What a run says of other folders only protects them.
+- It is in a cache that the user names (`--data`; default: ./data). Other folders that a run names are only protected.
 - A run packed it there, and can again: the cache remembers from which raw files (`raw.remember_listing`), they are as
   they were, and the folder has no other files. Anything else may be the only copy, and goes only by its name.
 - No unfinished run in the folder of runs names it, or has yet to pack data of its family.
@@ -46,7 +46,7 @@ _STAGED = re.compile(r"[0-9a-f]{16}(\.partial)?")
 class DiskUsage:
     """Something that can be deleted on its own."""
 
-    name: str  # what a person types after --delete
+    name: str  # as typed after --delete
     kind: str
     bytes: int
     needed_by: str  # which unfinished run needs it; "" if none does
@@ -111,13 +111,13 @@ def format_usage(usages: Sequence[DiskUsage], command: str = "trainyard gc") -> 
 def select_usage(
     usages: Sequence[DiskUsage], names: Sequence[str], *, force: bool = False, command: str = "trainyard gc"
 ) -> list[DiskUsage]:
-    """Return what a person names; `unneeded` names all that nobody needs.
+    """Return the named items; `unneeded` names all that nobody needs.
 
     Args:
         command: as it was typed, without --delete.
 
     Raises:
-        UserError: a name is none of the list, or names what a run still needs and `force` is not given.
+        UserError: a name is none of the list, or of an item that a run still needs and `force` is not given.
     """
     by_name = {usage.name: usage for usage in usages}
     chosen: dict[str, DiskUsage] = {}
@@ -140,7 +140,7 @@ def select_usage(
 
 
 def delete_usage(usages: Sequence[DiskUsage], tell: Callable[[str], object]) -> int:
-    """Tell what will be deleted, delete it, and return how many bytes that freed.
+    """Print the items to delete, delete them, and return the bytes freed.
 
     Every lock is taken first, so nothing at all is deleted if anything is in use.
 
@@ -194,15 +194,15 @@ def _explain_use(*locks: Path) -> str:
     return ""
 
 
-# What runs need
+# Needs of runs
 
 
 class _Needs(NamedTuple):
-    """What an unfinished run still reads."""
+    """Files and folders that an unfinished run still reads."""
 
     run: str
     paths: list[Path]
-    prefix: str | None  # of the folders in a cache that it may read: what they are packed for is only known later
+    prefix: str | None  # of the folders in a cache that it may read: their full names are known later
 
     def includes(self, path: Path) -> bool:
         """Return whether the run may read a folder or file."""
@@ -215,7 +215,7 @@ class _Needs(NamedTuple):
 
 
 def _find_needs(run: RunSnapshot) -> _Needs:
-    """Read what a run needs. Of a run whose options are damaged, that may be anything."""
+    """Read the needs of a run. Of a run whose options are damaged, that may be anything."""
     name = format_run_name(run.run)
     try:
         options, _ = read_options(run.run / CONFIG)
@@ -239,7 +239,7 @@ def _name_needing(path: Path, needs: Sequence[_Needs]) -> str:
     return names[0] if len(names) == 1 else f"{len(names)} runs: {join_names(names[:3])}" if names else ""
 
 
-# What takes space
+# Disk usage
 
 
 def _list_data(cache: Path, needs: Sequence[_Needs]) -> Iterator[DiskUsage]:
@@ -324,7 +324,7 @@ def _list_caches(environ: Mapping[str, str]) -> Iterator[DiskUsage]:
 
 
 def _measure(folder: Path, kind: str, needed_by: str = "", *, again: str) -> Iterator[DiskUsage]:
-    """Yield what the files below a folder take, of links their own size; nothing if not all of it is the user's own."""
+    """Yield the size of the files below a folder, of links their own; nothing if not all of it is the user's own."""
     if not _is_own_folder(folder):
         return
     size = 0

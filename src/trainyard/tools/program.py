@@ -38,7 +38,7 @@ _MOST_ONNX_BYTES = 2**31  # of a protobuf message
 
 @dataclass(frozen=True)
 class CheckedBatch:
-    """What a program takes, and what the run's network returns for it."""
+    """Inputs of a program, and the rows that the run's network returns for them."""
 
     inputs: dict[str, Tensor]  # images (B, H, W, C) uint8, audio (B, N) int16, everything else as in a batch
     rows: Rows
@@ -87,7 +87,7 @@ def _list_audio(data: ShardSet) -> set[str]:
 
 
 class PredictGraph(nn.Module):
-    """Preprocessing and `predict`: what is exported.
+    """The exported graph: preprocessing and `predict`.
 
     Args:
         module: in evaluation mode.
@@ -159,7 +159,7 @@ def trace(model: TrainedModel, data: ShardSet, inputs: dict[str, Tensor], signat
 
 
 def describe(traced: Traced, signature: Signature) -> dict[str, Any]:
-    """Return what a program takes and returns, as JSON values."""
+    """Describe a program's inputs and outputs, as JSON values."""
     inputs = {
         name: {
             "dtype": str(value.dtype).removeprefix("torch."),

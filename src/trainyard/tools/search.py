@@ -35,7 +35,7 @@ class SearchResult:
     nearest: Nearest
 
     def identify(self) -> Identification | None:
-        """Return what the candidates say about identities; None if those of the probes or the gallery are unknown."""
+        """Compute identification metrics of the candidates; None if identities of probes or gallery are unknown."""
         if self.probe_identities is None or self.gallery.identities is None:
             return None
         return compute_identification(
@@ -120,7 +120,7 @@ def search(
 def compute_identification(
     nearest: Nearest, probe_identity: Sequence[str], gallery_identity: Sequence[str], *, leave_out_self: bool
 ) -> Identification:
-    """Return what the k candidates of each probe say about identities.
+    """Compute identification metrics of the k candidates of each probe.
 
     Args:
         leave_out_self: the probes are the gallery: a probe is mated if another row has its identity.
