@@ -11,7 +11,7 @@ from trainyard.runs.events import MetricOrder, rank_metrics
 
 @dataclass
 class Plateau:
-    """How long the deciding metric has not improved."""
+    """Number of evaluations without an improvement of the deciding metric."""
 
     value: float | None = None  # of the last evaluation that was better by more than `min_delta`
     evaluations: int = 0  # since then

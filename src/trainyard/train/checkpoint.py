@@ -190,7 +190,7 @@ def choose_undamaged(directory: Path, *, step: int | None = None) -> tuple[Entry
 
 
 def choose_of_run(run: Path) -> Entry:
-    """Return the checkpoint that a run's test sets are scored with; a warning says so if it is another one.
+    """Return the checkpoint that scores a run's test sets; warn if it is not the best one.
 
     Raises:
         UserError: the run has no checkpoint yet.
@@ -325,7 +325,7 @@ def _compare_with_file(weights: Mapping[str, torch.Tensor], path: Path) -> None:
             for name, w in weights.items()
         )
     if not same:
-        raise OSError(errno.EIO, "the disk does not return what was written")
+        raise OSError(errno.EIO, "the disk returns other bytes than were written")
 
 
 def _write(path: Path, state: State, *, step: int, meta: Mapping[str, Any], check_owner: Callable[[], None]) -> None:
@@ -352,9 +352,9 @@ def _write(path: Path, state: State, *, step: int, meta: Mapping[str, Any], chec
 
 
 class _HashingWriter:
-    """The file that torch.save writes to, front to back. It hashes the intended bytes, not what a bad disk stored.
+    """The file that torch.save writes to, front to back. It hashes the intended bytes, not those on a bad disk.
 
-    torch.save may wrap an exception of `write` into one of its own, which would hide "disk full". So `failure` keeps
+    torch.save may wrap an exception of `write` into another one, which would hide "disk full". So `failure` keeps
     the first one for the caller, and later data are discarded.
     """
 
@@ -381,12 +381,12 @@ class _HashingWriter:
 
 def _encode_manifest(step: int, size: int, sha256: str, meta: Mapping[str, Any]) -> str:
     fields = {"format": FORMATS[CHECKPOINT], "step": step, "bytes": size, "sha256": sha256, "meta": dict(meta)}
-    fields = json.loads(json.dumps(fields))  # what a reader gets: string keys, no tuples
+    fields = json.loads(json.dumps(fields))  # as read back: string keys, no tuples
     return json.dumps({**fields, "self_sha256": hash_fields(fields)}, indent=1)
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove what an interrupted save or deletion left: partial files, and manifests without their data."""
+    """Remove leftovers of an interrupted save or deletion: partial files, and manifests without their data."""
     for path in list(directory.glob("*step-*")):
         data = path.with_suffix(".ckpt")
         orphan = path.suffix == ".json" and DATA_NAME.fullmatch(data.name) and not data.exists()

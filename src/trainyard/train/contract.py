@@ -1,4 +1,4 @@
-"""Checks what a family's module returns the first time that it is called, and names the family's file and line."""
+"""Checks the values that a family's module returns the first time that it is called, and names its file and line."""
 
 import copy
 import inspect
@@ -90,7 +90,7 @@ def check_losses(module: nn.Module, found: Any) -> None:
 
 
 def check_gradients(module: nn.Module, *, world_size: int) -> None:
-    """Say which parameters the first step gave no gradient, so that they do not train.
+    """Find parameters that the first step gave no gradient, so that they do not train.
 
     Raises:
         UserError: there are several ranks, which wait for each other's gradients.
@@ -100,7 +100,7 @@ def check_gradients(module: nn.Module, *, world_size: int) -> None:
         return
     said = (
         f"{locate_code(module.forward)}: its loss gives {join_names(unused)} no gradient, so "
-        f"{'it does' if len(unused) == 1 else 'they do'} not train. Use, remove or freeze what is not needed: "
+        f"{'it does' if len(unused) == 1 else 'they do'} not train. Use them, or remove or freeze them:  "
         "parameter.requires_grad_(False)"
     )
     if world_size > 1:

@@ -27,7 +27,7 @@ def is_own(module: TrainModule, method: str) -> bool:
 
 
 def describe_own(module: TrainModule, optimizer: torch.optim.Optimizer) -> dict[str, Choice[str]]:
-    """Return what the family brings instead of `optimizer.name` and `schedule.name`, to be recorded."""
+    """Describe the family's replacements of `optimizer.name` and `schedule.name`, to be recorded."""
     methods = {"optimizer": type(optimizer).__name__, "schedule": "the family's own"}
     return {
         name: Choice(value, f"{type(module).__name__}.build_{name}")
@@ -153,9 +153,7 @@ def _compute_factor(factor: Callable[[int], Any], where: str, last: float, step:
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
     if not 0 <= number < math.inf:
-        raise ContractError(
-            f"{where}: what it returned gives {describe_value(value)} for step {step}; expected {_FACTOR}."
-        )
+        raise ContractError(f"{where}: its result gives {describe_value(value)} for step {step}; expected {_FACTOR}.")
     return number
 
 

@@ -34,7 +34,7 @@ def set_switches(precision: Precision, *, deterministic: bool) -> Choice[str]:
     Returns:
         Whether cuDNN chooses its algorithms by timing them, and why.
     """
-    if deterministic:  # without a workspace of its own per stream, cuBLAS may sum in another order
+    if deterministic:  # without a separate workspace per stream, cuBLAS may sum in another order
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = precision.tf32

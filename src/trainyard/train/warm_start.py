@@ -1,6 +1,6 @@
-"""Warm start: a new run begins with the weights of another run or of a file, and says which of them matched.
+"""Warm start: a new run begins with the weights of another run or of a file, and reports which of them matched.
 
-Done once, before the first step: checkpoints hold what was loaded, so a resume needs neither the run nor the file.
+Done once, before the first step: checkpoints hold the loaded weights, so a resume needs neither the run nor the file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,14 +32,14 @@ _COUNTER = "num_batches_tracked"
 
 @dataclass(frozen=True)
 class Match:
-    """What matched between a module and a file; all names are sorted."""
+    """Matched and unmatched names of a module and a file, sorted."""
 
     loaded: list[str]  # the module's
     new: list[str]  # the module's: they keep their initial values
     not_used: list[str]  # the file's
 
     def describe(self, layout: str) -> str:
-        """Say what matched, in one sentence."""
+        """Describe the match in one sentence."""
         parts = [f"{len(self.loaded)} of {len(self.loaded) + len(self.new)} tensors loaded"]
         parts[0] += f" (names of {layout})" if layout else ""
         for names, what in ((self.new, "keep their initial values"), (self.not_used, "of the file are not used")):
@@ -83,7 +83,7 @@ def load_weights(module: nn.Module, adapted: AdaptedWeights, *, source: str, par
             must be there and fit. Empty: everything must, on both sides, but what `adapted` exempts.
 
     Raises:
-        UserError: it does not fit; names what, and what to type.
+        UserError: it does not fit; names the tensors, and the option to type.
     """
     expected = {name: value for name, value in module.state_dict().items() if _COUNTER not in name}
     found = {name: value for name, value in adapted.tensors.items() if _COUNTER not in name}

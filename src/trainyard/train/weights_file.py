@@ -21,10 +21,10 @@ from trainyard.train import checkpoint
 from trainyard.train.archive import check_archive, check_state
 
 _NESTED_KEYS = ("ema", "model_ema", "state_dict_ema", "teacher", "state_dict", "model", "module")
-"""Where training code keeps the weights in what it saves, in order: averaged ones first."""
+"""Keys under which training code saves the weights, in order: averaged ones first."""
 
 _WRAPPERS = ("module.", "_orig_mod.")
-"""What DDP and torch.compile put before each name."""
+"""Prefixes that DDP and torch.compile put before each name."""
 
 
 @dataclass(frozen=True)
