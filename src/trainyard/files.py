@@ -32,7 +32,7 @@ DISK_FAILED = (errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENXIO, errno.EUCL
 
 PACKED_DATA, CHECKPOINT, RUN, SWEEP, EVALUATION = "packed data", "checkpoint", "run folder", "sweep", "evaluation"
 FORMATS = {PACKED_DATA: 1, CHECKPOINT: 1, RUN: 1, SWEEP: 1, EVALUATION: 1}
-"""The format number of each kind of stored files. A change of what is stored raises it: see docs/formats.md."""
+"""The format number of each kind of stored files. A change of the stored fields raises it: see docs/formats.md."""
 _INSTEAD = {
     PACKED_DATA: "pack the raw files again: trainyard pack JOB RAW OUT",
     CHECKPOINT: "train again: trainyard run JOB",
@@ -40,7 +40,7 @@ _INSTEAD = {
     SWEEP: "sweep again: trainyard sweep JOB --sweep OPTION=VALUE,VALUE",
     EVALUATION: "delete its folder, and evaluate again: trainyard evaluate RUN FOLDER",
 }
-"""What to do without a file of another format."""
+"""The remedy for a file of another format."""
 
 _PARTIAL = ".partial"
 _BLOCK = 1 << 20
@@ -93,7 +93,7 @@ def open_atomically(
 def rename(source: Path, target: Path) -> None:
     """Give a file, or a folder with all that is in it, its final name.
 
-    What is in it is on disk before it has that name, and the name when this returns: a power cut leaves all or nothing.
+    Its content is on disk before it has that name, and the name when this returns: a power cut leaves all or nothing.
 
     Args:
         target: replaced if it is a file or an empty folder.
@@ -109,7 +109,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def replace(source: Path | str, target: Path | str, *, folder: int | None = None) -> None:
-    """Rename without flushing anything, for `rename` and what a power cut may undo.
+    """Rename without flushing anything, for `rename` and for names that a power cut may undo.
 
     Args:
         folder: its descriptor, if the names are relative to it.
@@ -166,13 +166,11 @@ def make_folder_inside(folder: Path) -> Path:
 
 def _refuse_link(path: Path) -> None:
     if path.is_symlink():
-        raise UserError(
-            f"{path}: is a link, and what is written into it would be elsewhere. Remove it: rm {quote_path(path)}"
-        )
+        raise UserError(f"{path}: is a link, and a write would go elsewhere. Remove it: rm {quote_path(path)}")
 
 
 def _open_to_append(path: Path) -> FileIO:
-    """Open a file at its end, or create it; not through a link, and no pipe, on which opening could wait for ever.
+    """Open a file at its end, or create it; not through a link, and no pipe, on which opening could block.
 
     Raises:
         UserError: something else is there.
@@ -199,8 +197,8 @@ def remove_partials(folder: Path) -> None:
 def create_folder(path: Path) -> Iterator[Path]:
     """Yield a new empty folder, which becomes `path` when the block ends, and is deleted if it raises.
 
-    What is in it is on disk before it has its name, and the name when this returns: a power cut leaves all or nothing.
-    What a killed process left is never in the way, whatever its process id: in a container all have the same.
+    Its content is on disk before it has its name, and the name when this returns: a power cut leaves all or nothing.
+    A killed process's remains are never in the way, whatever its process id: in a container all have the same.
 
     Args:
         path: does not exist, or is an empty folder.
@@ -297,7 +295,7 @@ class AppendedFile:
 
 @contextlib.contextmanager
 def name_failed_write(path: Path, *, size_bytes: int = 0) -> Iterator[None]:
-    """Make an OSError of the block say which file it is about, and how much room that needs: write(2) does not."""
+    """Add to an OSError of the block the file that it is about, and the space it needs: write(2) does not."""
     try:
         yield
     except OSError as error:
@@ -309,10 +307,10 @@ def name_failed_write(path: Path, *, size_bytes: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forgive_failed_write(tell: Callable[[OSError], object]) -> Iterator[None]:
-    """Tell of an error of the block instead of raising it: for what is worthless after a crash, or can be made again.
+    """Report an error of the block instead of raising it: for files worthless after a crash, or easily made again.
 
     Raises:
-        OSError: the disk is full or read-only: what is needed would not be written either.
+        OSError: the disk is full or read-only: required files would fail as well.
     """
     try:
         yield
@@ -405,7 +403,7 @@ def _describe_failed_disk(error: OSError) -> str:
     name = errno.errorcode.get(error.errno or 0, "")
     return (
         f"{os.fsdecode(error.filename)}: {error.strerror} ({name}): the disk, or the network to it, failed, and not "
-        "the code. What the system says: dmesg, journalctl -k. Then start the same command again: it continues where "
+        "the code. The system's messages: dmesg, journalctl -k. Then start the same command again: it continues where "
         "this one stopped."
     )
 
@@ -429,7 +427,7 @@ def require_writable(folder: Path, *, flag: str) -> None:
         flag: with which the folder is named, such as "--results" or "data.cache=".
 
     Raises:
-        UserError: it cannot; says why and what to type.
+        UserError: it cannot; has the reason and the next command.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     try:
@@ -458,7 +456,7 @@ def open_file(path: Path) -> BufferedReader:
 
     Raises:
         OSError: it cannot be read; also if it is a link, which could show a file from elsewhere, or a pipe, device or
-            folder, on which reading could wait for ever.
+            folder, on which reading could block.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -487,7 +485,7 @@ def read_file(path: Path, *, most_bytes: int) -> bytes:
 
 
 def load_json(path: Path, *, most_bytes: int = 2**24) -> Any:
-    """Return what a file of JSON holds that may be another person's.
+    """Read a file of JSON that may be another person's.
 
     Raises:
         OSError: as for `read_file`.
@@ -587,7 +585,7 @@ def limit_writers() -> Iterator[None]:
 
 
 def let_group_read() -> None:
-    """Create files that the group may read, whatever the umask: of this process and what it starts, Slurm jobs too."""
+    """Create files that the group may read, whatever the umask: of this process, its children and its Slurm jobs."""
     os.umask(os.umask(0o077) & ~0o050)
 
 

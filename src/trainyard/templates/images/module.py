@@ -1,4 +1,4 @@
-"""The model: a residual network that says which class an image belongs to."""
+"""The model: a residual network that classifies images."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,7 +71,7 @@ class Classifier(TrainModule):
         return {"logits": self.network(batch["image"]).float(), "sample_id": batch["sample_id"]}
 
     def describe_predict(self) -> Signature:
-        """Return what the network takes and returns."""
+        """Describe the network's inputs and outputs."""
         return Signature(
             {"image": "resized to height and width"},
             {"logits": "one for each class; their softmax is the probability"},

@@ -71,7 +71,7 @@ class Perceptron(TrainModule):
         return out.float()
 
     def describe_predict(self) -> Signature:
-        """Return what the network takes and returns."""
+        """Describe the network's inputs and outputs."""
         numbers = "value and 1 if missing, for each of " + (", ".join(self.scaling.numbers) or "none: one 0")
         codes = "place in its list, from 1, for each of " + (", ".join(self.scaling.categories) or "none: one 0")
         out = {"logits": "one for each class"} if self.scaling.classes else {"predicted": "in units of the target"}

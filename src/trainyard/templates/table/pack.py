@@ -31,7 +31,7 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class Scaling:
-    """What the training rows say about each column."""
+    """Statistics of each column over the training rows."""
 
     numbers: dict[str, tuple[float, float]]  # column -> mean and standard deviation
     categories: dict[str, list[str]]  # column -> its values; others, and none, count as unknown
@@ -208,7 +208,7 @@ def _refuse_doubt(file: Path, rows: Mapping[int, Row], rule: PackingSettings) ->
 
 
 def _check_options(raw: Path, rows: Mapping[str, Row], rule: PackingSettings) -> None:
-    """Ask for what cannot be known from a table: what to predict, and how."""
+    """Require the options that a table cannot tell: the target column, and its kind."""
     names = list(next(iter(rows.values())))
     if not rule.target:
         raise UserError(f"Which column is to be predicted? Type packing.target=NAME, one of: {', '.join(names)}.")
