@@ -3,8 +3,10 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.checkout import PLACES, ROOT, list_files
-from tests.commands_page import build_page
+from tests.commands_page import build_options, build_page
 from tests.diagrams import draw_all
 from trainyard.runs.state import State
 
@@ -48,9 +50,12 @@ def test_what_the_first_page_shows_of_a_bad_day_is_what_a_test_saw():
     assert "\n".join(lines) in (ROOT / "docs" / "bad-day.md").read_text(), "copy the last `why` of docs/bad-day.md"
 
 
-def test_the_page_of_commands_is_what_the_parsers_say():
-    written = (ROOT / "docs" / "commands.md").read_text()
-    assert written == build_page(), "type: python -m tests.commands_page > docs/commands.md"
+@pytest.mark.parametrize(
+    ("name", "build", "typed"), [("commands.md", build_page, ""), ("options.txt", build_options, "options ")]
+)
+def test_the_lists_of_commands_and_of_frozen_options_are_those_of_the_program(name, build, typed):
+    written = (ROOT / "docs" / name).read_text()
+    assert written == build(), f"type: python -m tests.commands_page {typed}> docs/{name}"
 
 
 def test_the_diagrams_are_what_their_tables_and_the_code_say():
