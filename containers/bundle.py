@@ -64,11 +64,11 @@ def make_bundle(target: Target, out: Path, *, engine: Engine, sif: Path | None, 
             shutil.copytree(source, copy, ignore=unwanted) if source.is_dir() else shutil.copy(source, copy)
         if wheels:
             shutil.copytree(wheels, folder / "wheels", copy_function=os.link)
-        made = folder / "made"
-        made.mkdir()
-        _train(_container_command(engine, format_tag(target), folder), folder, engine.environ, f"data.cache={made}")
-        next(made.glob("*/index.h5")).parent.rename(folder / "data")
-        for unneeded in (made, folder / "runs"):
+        cache = folder / "made"
+        cache.mkdir()
+        _train(_container_command(engine, format_tag(target), folder), folder, engine.environ, f"data.cache={cache}")
+        next(cache.glob("*/index.h5")).parent.rename(folder / "data")
+        for unneeded in (cache, folder / "runs"):
             shutil.rmtree(unneeded)
         printed = ["run", "--rm", *SEALED, "--entrypoint", "cat", format_tag(target), f"/opt/trainyard/{SBOM}"]
         (folder / SBOM).write_text(engine.query(*printed).stdout)

@@ -111,24 +111,24 @@ def _parser() -> argparse.ArgumentParser:
         "--wheelhouse", type=Path, metavar="FOLDER", help="wheels, to rebuild the container image on the other machine"
     )
 
-    said = "check each file of a bundle against its hash, and train a few steps without network"
-    verify = verbs.add_parser("verify-bundle", help=said, description=said)
+    text = "check each file of a bundle against its hash, and train a few steps without network"
+    verify = verbs.add_parser("verify-bundle", help=text, description=text)
     verify.add_argument("bundle", type=Path, metavar="FILE")
     verify.set_defaults(command=_verify_bundle)
 
-    for name, command, said in (
+    for name, command, text in (
         ("base", _base, "build the base image from Debian's packages, where no registry answers"),
         ("engine", _engine, "print which container engine answers"),
         ("apptainer", _apptainer, "provide an Apptainer for `sif`: the installed one, else one from Debian's packages"),
     ):
-        verbs.add_parser(name, help=said, description=said).set_defaults(command=command)
+        verbs.add_parser(name, help=text, description=text).set_defaults(command=command)
     return parser
 
 
 def _verb(
-    verbs: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, command: object, said: str
+    verbs: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, command: object, text: str
 ) -> argparse.ArgumentParser:
-    verb = verbs.add_parser(name, help=said, description=said)
+    verb = verbs.add_parser(name, help=text, description=text)
     verb.add_argument("hw", metavar="HW", help="a card such as a100, or a target such as cuda13")
     verb.set_defaults(command=command)
     return verb
@@ -353,8 +353,8 @@ def check_driver(target: Target, driver: str | None) -> None:
 
 def read_driver(path: Path) -> str | None:
     """Return the version of the loaded NVIDIA driver, read from the kernel's file; None without a driver."""
-    found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", path.read_text()) if path.exists() else None
-    return found[1] if found else None
+    match = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", path.read_text()) if path.exists() else None
+    return match[1] if match else None
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -151,15 +151,15 @@ class DenseModule(TrainModule):
             return compare_descriptors(self.network, prints, one, other, least_votes=0, store=store)
 
         untrained, evidence = matching.match_ridges(prints, one, other), compare()
-        found = {
+        scores_by_name = {
             UNTRAINED: score(untrained),
             MATCHER: score(matching.add_descriptors(untrained, evidence)),
             RUN: Score({"template_bytes": bytes_of_floats}, {}),
         }
         for name, store, share in (("int8", round_to_int8, 4), ("bits", take_signs, 32)):
             scores = matching.score_descriptors(compare(store))
-            found[f"run, as {name}"] = score(scores, template_bytes=bytes_of_floats / share)
-        return found
+            scores_by_name[f"run, as {name}"] = score(scores, template_bytes=bytes_of_floats / share)
+        return scores_by_name
 
     def _correlate(self, rows: Rows) -> float:
         samples = rows["sample_id"].tobytes()
@@ -205,7 +205,7 @@ def cut_pairs(ridges_NHW: Tensor, place_NIJ3: Tensor) -> tuple[Crops, Crops]:
 
     The place is drawn among the known cells of the first impression. The second one is cut around its known cell that
     is nearest to that place in the frame, missed by a few pixels. Both are rotated into the frame and then by the same
-    random angle, because fingers lie in any direction. Then each is rotated, stretched, sheared and bent a little, by
+    random angle, because fingers point in any direction. Then each is rotated, stretched, sheared and bent a little, by
     different random amounts.
 
     Args:

@@ -62,8 +62,8 @@ def _find_image(file: Path, line: int, name: str, images: Collection[str]) -> st
     """Return the path of an image as it is listed; the name as it is if there is none."""
     if not name or name in images:
         return name
-    found = find_listed(file.parent, name, where=f"{file}: line {line}, path")
-    return name if found is None else found.relative_to(file.parent).as_posix()
+    image = find_listed(file.parent, name, where=f"{file}: line {line}, path")
+    return name if image is None else image.relative_to(file.parent).as_posix()
 
 
 def _check_row(line: int, given: dict[str, str], images: Collection[str]) -> list[str]:

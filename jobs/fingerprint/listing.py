@@ -326,7 +326,7 @@ def find_set_dpi(options: Sequence[str], name: str) -> int:
 
 def _match_dpi(options: Sequence[str], sets: Sequence[str]) -> dict[str, int]:
     """Return the resolution of each set that `packing.dpi_of_sets` names."""
-    found: dict[str, int] = {}
+    dpi_by_set: dict[str, int] = {}
     for option in options:
         pattern, colon, text = option.rpartition(":")
         low, high = DPI_RANGE
@@ -342,9 +342,9 @@ def _match_dpi(options: Sequence[str], sets: Sequence[str]) -> dict[str, int]:
                 f"{join_names([name or '(none: images directly in the raw folder)' for name in sets])}."
             )
         for name in matched:
-            if found.setdefault(name, int(text)) != int(text):
-                raise UserError(f"packing.dpi_of_sets: set '{name}' has {found[name]} and {text} dpi. Keep one.")
-    return found
+            if dpi_by_set.setdefault(name, int(text)) != int(text):
+                raise UserError(f"packing.dpi_of_sets: set '{name}' has {dpi_by_set[name]} and {text} dpi. Keep one.")
+    return dpi_by_set
 
 
 def _pick_examples(prints: Sequence[Print]) -> list[Print]:

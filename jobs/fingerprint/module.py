@@ -235,7 +235,7 @@ class FingerprintModule(TrainModule):
         places = np.searchsorted(rows["sample_id"], trials.ids)
         embedding = rows["embedding"][places]
         scores = score_methods(trials.images, trials.dpi, trials.one, trials.other, device=device)
-        found = {name: self._score_trials(trials, score_P) for name, score_P in scores.items()}
+        results = {name: self._score_trials(trials, score_P) for name, score_P in scores.items()}
         scores[RUN] = scoring.compare_embeddings(embedding[trials.one], embedding[trials.other])
         conditions = compute_quality_metrics(trials, scores)
         if self.evaluation.pose_curve:
@@ -251,9 +251,9 @@ class FingerprintModule(TrainModule):
             for system, name, value in values:
                 conditions.setdefault(system, {})[name] = value
         for system, metrics in conditions.items():
-            known = found.get(system, Score({}))
-            found[system] = replace(known, metrics={**known.metrics, **metrics})
-        return found
+            known = results.get(system, Score({}))
+            results[system] = replace(known, metrics={**known.metrics, **metrics})
+        return results
 
     def _score_trials(self, trials: "Trials", score_P: np.ndarray) -> Score:
         pairs, is_fvc = trials.select_pairs(score_P)

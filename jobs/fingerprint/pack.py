@@ -92,9 +92,9 @@ def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Itera
 
     Its folder below `raw` is its set, as for `packing.dpi_of_sets`.
     """
-    found = list_named(raw, SUFFIXES)
-    _refuse_wsq_without_decoder([name for name, _ in found])
-    for key, path in found:
+    files = list_named(raw, SUFFIXES)
+    _refuse_wsq_without_decoder([name for name, _ in files])
+    for key, path in files:
         stated_dpi = find_set_dpi(config.packing.dpi_of_sets, key.rpartition("/")[0].partition("/")[0])
         choose = _choose_loader if config.packing.ridges == "none" else _choose_placed_loader
         yield Sample(key, choose(path, config, stated_dpi=stated_dpi), source=path)
@@ -331,10 +331,10 @@ def _take_given_splits(
         fingers = _sort_fingers(finger_codes[masks["train"]], finger_names, config.seed)
         val, train = np.split(fingers, [_count_held_out(len(fingers), settings.val_share)])
         masks["val"], masks["train"] = np.isin(finger_codes, val), np.isin(finger_codes, train)
-    found = len(np.unique(finger_codes[masks["train"]]))
-    if found < 2:
+    count = len(np.unique(finger_codes[masks["train"]]))
+    if count < 2:
         raise UserError(
-            f"The split column of index.csv leaves {found} fingers to train on: at least 2 are needed. Give more lines "
+            f"The split column of index.csv leaves {count} fingers to train on: at least 2 are needed. Give more lines "
             "the split train, and pack again."
         )
     return masks
@@ -403,8 +403,8 @@ def _refuse_shared_fingers(masks: Mapping[str, np.ndarray], finger_codes: np.nda
 def _match_sets(option: str, patterns: list[str], names: list[str]) -> list[str]:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            found = ", ".join(name or "(none: images directly in the raw folder)" for name in sorted(names))
-            raise UserError(f"{option}: '{pattern}' matches no set. Sets (sub-folders) found: {found}.")
+            listed = ", ".join(name or "(none: images directly in the raw folder)" for name in sorted(names))
+            raise UserError(f"{option}: '{pattern}' matches no set. Sets (sub-folders) found: {listed}.")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 

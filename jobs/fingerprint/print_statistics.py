@@ -91,15 +91,15 @@ def _open_folder(folder: Path, dpi: int) -> tuple[Labels, Images]:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder. Name a folder of images such as 101_1.tif")
     config = Config(packing=PackingSettings(layout="sets", dpi=dpi))
-    found = [sample for sample in samples(folder, config) if sample.columns]
-    labels = [(str(one.columns["finger"]), int(one.columns["impression"])) for one in found]
+    prints = [sample for sample in samples(folder, config) if sample.columns]
+    labels = [(str(one.columns["finger"]), int(one.columns["impression"])) for one in prints]
     fingers = len({finger for finger, _ in labels})
     if fingers < 2 or fingers == len(labels):
         raise UserError(
             f"{folder}: expected prints of two fingers at least, and two of one of them, found {len(labels)} prints of "
             f"{fingers} fingers. Name a folder of images such as 101_1.tif"
         )
-    return labels, map(_read_print, found)
+    return labels, map(_read_print, prints)
 
 
 def _read_print(sample: Sample) -> NDArray[np.uint8]:

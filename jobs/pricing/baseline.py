@@ -86,11 +86,11 @@ class TfidfRidge:
     @classmethod
     def from_json(cls, text: str) -> "TfidfRidge":
         """Read what `to_json` wrote."""
-        state, found = json.loads(text), cls()
-        found._vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, vocabulary=state["words"])
-        found._vectorizer.idf_ = np.array(state["idf"])
-        found._ridge.coef_, found._ridge.intercept_ = np.array(state["coefficients"]), state["intercept"]
-        return found
+        state, fitted = json.loads(text), cls()
+        fitted._vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, vocabulary=state["words"])
+        fitted._vectorizer.idf_ = np.array(state["idf"])
+        fitted._ridge.coef_, fitted._ridge.intercept_ = np.array(state["coefficients"]), state["intercept"]
+        return fitted
 
     @staticmethod
     def _stack_features(words: spmatrix, numbers: np.ndarray | None) -> spmatrix:

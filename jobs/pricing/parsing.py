@@ -156,14 +156,14 @@ def read_unit(text: str) -> tuple[str, float] | None:
     Brackets must contain the same unit: "Ounce (box)" is unknown.
     """
     words = re.split(r"[()]", re.sub(r"\(e?s\)", "", text.lower()))
-    found = {UNITS.get(word) for word in (re.sub(r"[\s.\-]", "", word) for word in words) if word}
-    return found.pop() if len(found) == 1 else None
+    units = {UNITS.get(word) for word in (re.sub(r"[\s.\-]", "", word) for word in words) if word}
+    return units.pop() if len(units) == 1 else None
 
 
 def find_pack_quantity(text: str) -> int:
     """Return the item pack quantity: the largest of "pack of N", "N-count", "qty N", ..., else 1."""
-    found = [int(match) for pattern in _PACKS for match in pattern.findall(text)]
-    return max(1, *(n for n in [1, *found] if n <= _MAX_PACK))
+    quantities = [int(match) for pattern in _PACKS for match in pattern.findall(text)]
+    return max(1, *(n for n in [1, *quantities] if n <= _MAX_PACK))
 
 
 def compute_group_key(item: Item, *, by: str) -> str:

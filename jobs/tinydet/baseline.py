@@ -47,9 +47,9 @@ def build_untrained(model: ModelSettings, *, categories: int, most: int, device:
     def detect_by_fcos(x_BCHW: Tensor) -> Detections:
         sides = sorted(x_BCHW.shape[2:])  # so that it does not resize them
         fcos.transform.min_size, fcos.transform.max_size = (sides[0],), sides[1]
-        found = fcos(list(x_BCHW))
+        detections = fcos(list(x_BCHW))
         boxes, scores, labels = (
-            nn.utils.rnn.pad_sequence([one[key] for one in found], batch_first=True)
+            nn.utils.rnn.pad_sequence([one[key] for one in detections], batch_first=True)
             for key in ("boxes", "scores", "labels")
         )
         return boxes, scores, labels

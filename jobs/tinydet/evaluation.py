@@ -116,11 +116,11 @@ def _list_overlaps(evaluator: COCOeval, label: int, images: int) -> tuple[np.nda
         scores.append(np.array(one["dtScores"])[counts])
         own = (truth["id"] for truth in evaluator.cocoGt.imgToAnns[image] if truth["category_id"] == label)
         numbers = {truth: i for i, truth in enumerate(own)}
-        found = [
+        pairs = [
             evaluator.ious[image, label][d, numbers[int(truth)]] if truth else 0.0
             for d, truth in enumerate(one["dtMatches"][0])
         ]
-        overlaps.append(np.array(found)[counts])
+        overlaps.append(np.array(pairs)[counts])
     return np.concatenate(scores), np.concatenate(overlaps), objects
 
 
@@ -147,11 +147,11 @@ def compute_intervals(
         return summarize_draws([], draws=0)
     evaluator = _match(truths, detections, categories, LIMITS[areas], {"all": (0.0, FAR)})
     images, thresholds = len(truths), evaluator.params.recThrs
-    found = [_MatchedCategory(evaluator.evalImgs[k * images : (k + 1) * images]) for k in range(categories)]
+    matched = [_MatchedCategory(evaluator.evalImgs[k * images : (k + 1) * images]) for k in range(categories)]
     rng, resampled = np.random.default_rng(seed), []
     for _ in range(draws):
         copies = np.bincount(rng.integers(images, size=images), minlength=images)
-        rows = [row for one in found if (row := one.compute_ap(copies, thresholds)) is not None]
+        rows = [row for one in matched if (row := one.compute_ap(copies, thresholds)) is not None]
         if rows and np.count_nonzero(copies) > 1:
             ap = np.mean(rows, axis=0)  # by IoU
             resampled.append({"ap": float(ap.mean()), "ap50": float(ap[0]), "ap75": float(ap[5])})
@@ -175,12 +175,12 @@ def compute_f1(
         return 1.0
     overlap, _ = geometry.iou(torch.from_numpy(boxes)[:, None].double(), torch.from_numpy(objects)[None].double())
     overlap_mn = np.where(labels[:, None] == object_labels[None], overlap.numpy(), 0)
-    found = 0
+    hits = 0
     for own in overlap_mn:
         if own.size and own.max() >= above:
-            found += 1
+            hits += 1
             overlap_mn[:, own.argmax()] = 0
-    return 2 * found / (len(objects) + len(boxes))
+    return 2 * hits / (len(objects) + len(boxes))
 
 
 class _MatchedCategory:
@@ -234,8 +234,8 @@ def _match(
         objects = _make_entries(
             (one.boxes, one.labels, {"area": one.areas, "iscrowd": one.crowd.astype(np.int64)}) for one in truths
         )
-        found = _make_entries((one.boxes, one.labels, {"score": one.scores}) for one in detections)
-        for coco, entries in ((coco_truth, objects), (coco_detections, found)):
+        detected = _make_entries((one.boxes, one.labels, {"score": one.scores}) for one in detections)
+        for coco, entries in ((coco_truth, objects), (coco_detections, detected)):
             coco.dataset = {"images": images, "categories": names, "annotations": list(entries)}
             coco.createIndex()
         evaluator = COCOeval(coco_truth, coco_detections, "bbox")

@@ -79,17 +79,17 @@ def find_annotation_files(raw: Path) -> tuple[list[AnnotationFile], list[Path]]:
         UserError: there are none, or their names do not tell them apart. Official validation images must never train,
             so nothing is guessed; a single file may have any name.
     """
-    found = list_files(raw / "annotations", {".json"}, depth=0) or list_files(raw, {".json"}, depth=0)
-    if not found and list_texts(raw / "annotations"):
+    files = list_files(raw / "annotations", {".json"}, depth=0) or list_files(raw, {".json"}, depth=0)
+    if not files and list_texts(raw / "annotations"):
         return [AnnotationFile(raw / "annotations", "".join(find_sets(raw.name)))], []
-    if not found and raw.is_dir():
+    if not files and raw.is_dir():
         return _find_annotations_of_folders(raw), []
-    chosen = [path for path in found if not path.name.lower().startswith(OTHER_KINDS)] or found
+    chosen = [path for path in files if not path.name.lower().startswith(OTHER_KINDS)] or files
     stems = {path.stem.lower() for path in chosen}
     unions = {path for path in chosen if find_sets(path.stem) == {BOTH} and _get_train_stem(path) in stems}
     chosen = [path for path in chosen if path not in unions]
     _check_names(chosen)
-    left_out = [path for path in found if path not in chosen]
+    left_out = [path for path in files if path not in chosen]
     return [AnnotationFile(path, "".join(find_sets(path.stem))) for path in chosen], left_out
 
 
@@ -121,7 +121,7 @@ def _find_annotations_of_folders(raw: Path) -> list[AnnotationFile]:
 
 def list_set_folders(raw: Path) -> dict[Path, str]:
     """Return the folders in a raw folder whose names say a set, and the set."""
-    return {path: "".join(found) for path in _list_folders(raw) if len(found := find_sets(path.name)) == 1}
+    return {path: "".join(sets) for path in _list_folders(raw) if len(sets := find_sets(path.name)) == 1}
 
 
 def find_sets(name: str) -> set[str]:

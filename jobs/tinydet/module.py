@@ -314,11 +314,11 @@ class TinyDet(TrainModule):
     def _make_rows(self, best: tuple[Tensor, Tensor, Tensor], batch: Batch) -> dict[str, Tensor]:
         """Return the rows of detections, given as `choose_best` returns them."""
         corners, score, label = best
-        found = geometry.map_from_input(corners, batch["affine"], batch["image_px"])
+        mapped = geometry.map_from_input(corners, batch["affine"], batch["image_px"])
         missing = self.evaluation.detections - score.shape[1]
         return {
             "sample_id": batch["sample_id"],
-            "box": nn.functional.pad(found, (0, 0, 0, missing)),
+            "box": nn.functional.pad(mapped, (0, 0, 0, missing)),
             "score": nn.functional.pad(score, (0, missing)),
             "label": nn.functional.pad(label, (0, missing)),
         }
@@ -347,14 +347,14 @@ class TinyDet(TrainModule):
     def compute_intervals(self, rows: Rows) -> dict[str, float]:
         """Return the 95 % intervals of the average precisions over resampled images."""
         truths, detections = self._merge_images(rows)
-        found = compute_intervals(
+        intervals = compute_intervals(
             truths,
             detections,
             categories=len(self.categories),
             areas=self.evaluation.areas,
             draws=self.evaluation.bootstrap_draws,
         )
-        return found.to_metrics()
+        return intervals.to_metrics()
 
     def _merge_images(self, rows: Rows) -> tuple[list[GroundTruth], list[Detections]]:
         data = self.data()
@@ -426,11 +426,11 @@ class TinyDet(TrainModule):
         detectors = build_untrained(
             self.config.model, categories=len(self.categories), most=self.evaluation.detections, device=self.mean.device
         )
-        found = {}
+        results = {}
         for name, detect in detectors.items():
             untrained = self._detect_all(evaluated, detect, name)
-            found[name] = Score(self.score(untrained) | self.compute_intervals(untrained))
-        return found
+            results[name] = Score(self.score(untrained) | self.compute_intervals(untrained))
+        return results
 
     @torch.inference_mode()
     def _detect_all(self, source: SampleSource, detect: "Detect", name: str) -> Rows:

@@ -203,8 +203,8 @@ def make_key(name: str, tile: Tile, tile_px: int) -> str:
 
 def parse_key(key: str) -> tuple[str, int, int]:
     """'a.png@512,0' -> ('a.png', 512, 0), 'a.png' -> ('a.png', 0, 0)."""
-    found = re.fullmatch(r"(.*)@(\d+),(\d+)", key, re.DOTALL)
-    return (found[1], int(found[2]), int(found[3])) if found else (key, 0, 0)
+    match = re.fullmatch(r"(.*)@(\d+),(\d+)", key, re.DOTALL)
+    return (match[1], int(match[2]), int(match[3])) if match else (key, 0, 0)
 
 
 def cut_tiles(size_px: tuple[int, int], *, side_px: int, overlap: float) -> list[Tile]:

@@ -38,13 +38,13 @@ def read_annotations(folder: Path) -> Annotations:
     """
     images: list[ImageEntry] = []
     objects: list[ObjectEntry] = []
-    found = {path.stem: path for path in list_files(folder.parent / "images", IMAGES, depth=0)}
+    by_stem = {path.stem: path for path in list_files(folder.parent / "images", IMAGES, depth=0)}
     for number, path in enumerate(list_texts(folder), 1):
-        if path.stem not in found:
+        if path.stem not in by_stem:
             raise UserError(
                 f"{path}: there is no image '{path.stem}' in {folder.parent / 'images'}. Add it, or remove this file."
             )
-        image = found[path.stem]
+        image = by_stem[path.stem]
         try:
             height, width, _ = read_image_shape(image.read_bytes())
         except BadRecord as error:

@@ -185,11 +185,11 @@ def _find_programs(accounting: bool, environ: Mapping[str, str]) -> dict[str, st
     if accounting:
         needed += ["slurmdbd", "mariadbd", "mariadb-install-db", "my_print_defaults"]
         packages += " slurmdbd mariadb-server-core mariadb-client-core"
-    found = {name: shutil.which(name, path=path) for name in needed}
-    missing = [name for name in needed if found[name] is None]
+    programs = {name: shutil.which(name, path=path) for name in needed}
+    missing = [name for name in needed if programs[name] is None]
     if missing:
         raise LabError(f"{', '.join(missing)}: not found on this machine. Type: apt-get install {packages}")
-    return {name: program for name, program in found.items() if program is not None}
+    return {name: program for name, program in programs.items() if program is not None}
 
 
 def _check_folder(folder: Path) -> None:
@@ -597,14 +597,14 @@ def _find_strays(folder: Path) -> set[int]:
     children: dict[int, list[int]] = {}
     for pid in pids:
         children.setdefault(_read_parent(pid), []).append(pid)
-    found: set[int] = set()
+    strays: set[int] = set()
     to_visit = [pid for pid in pids if _belongs_to_lab(pid, folder)]
     while to_visit:
         pid = to_visit.pop()
-        if pid not in found and pid != os.getpid():
-            found.add(pid)
+        if pid not in strays and pid != os.getpid():
+            strays.add(pid)
             to_visit += children.get(pid, [])
-    return found
+    return strays
 
 
 def _belongs_to_lab(pid: int, folder: Path) -> bool:

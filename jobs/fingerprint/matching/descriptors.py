@@ -200,8 +200,8 @@ def compare_descriptors(
                 likely_PT = measure_likeness(prints, row, partner_P, angles_T)[0].topk(LIKELY, dim=1).indices
                 for pair, likely in zip(part.tolist(), likely_PT.sort(dim=1).values.tolist(), strict=True):
                     rotations = [describe_rotated(t) for t in likely]
-                    found = compare_cells(rotations, describe(int(other[pair])), least_votes)
-                    evidence.votes_P[pair], evidence.margin_P[pair] = found
+                    match = compare_cells(rotations, describe(int(other[pair])), least_votes)
+                    evidence.votes_P[pair], evidence.margin_P[pair] = match
                 bar.update(len(part))
     return evidence
 
