@@ -194,8 +194,8 @@ def parse_minutes(text: str) -> int:
     ours = re.fullmatch(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?", text)
     with_days = re.fullmatch(r"(\d{1,9})-(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text)
     without = re.fullmatch(r"()(?:(\d{1,9}):(?=\d+:))?(\d{1,9})(?::(\d{1,9}))?", text)
-    found = ours or with_days or without
-    days, hours, minutes, seconds = (int(part or 0) for part in (*found.groups(), 0)[:4]) if found else (0, 0, 0, 0)
+    match = ours or with_days or without
+    days, hours, minutes, seconds = (int(part or 0) for part in (*match.groups(), 0)[:4]) if match else (0, 0, 0, 0)
     total = days * 1440 + hours * 60 + minutes + -(-seconds // 60)
     if not total:
         raise UserError(
@@ -452,8 +452,8 @@ def _check_shell(lines: list[str]) -> str:
         text=True,
         env=select_for_slurm(os.environ),
     )
-    said = answer.stderr.strip().replace("\n", " ")
-    return f"expected lines that bash can read, but it says: {said}" if answer.returncode else ""
+    error = answer.stderr.strip().replace("\n", " ")
+    return f"expected lines that bash can read, but it says: {error}" if answer.returncode else ""
 
 
 _CHECKS: dict[str, Callable[[Any], str]] = {

@@ -116,11 +116,11 @@ class Rules:
         of_job, of_partition = (self.qos.get(each, {}) for each in (name, self.qos_of_partition.get(partition, "")))
         first = [of_job, of_partition] if "OverPartQOS" in of_job.get("Flags", "") else [of_partition, of_job]
         shared = [row for row in self.shared if own and row["Account"] == own[0]["Account"]]
-        found: dict[tuple[str, str], Limit] = {}
+        limits: dict[tuple[str, str], Limit] = {}
         for row in (*first, *own[:1], *shared):
             for limit in _parse_limits(row):
-                found.setdefault((limit.name.replace("JobsPerUser", "Jobs"), limit.resource), limit)
-        return list(found.values())
+                limits.setdefault((limit.name.replace("JobsPerUser", "Jobs"), limit.resource), limit)
+        return list(limits.values())
 
 
 @dataclass(frozen=True)
@@ -168,17 +168,17 @@ def query_jobs(ids: Iterable[str]) -> tuple[dict[str, SlurmJob], str]:
         SlurmError: squeue does not answer.
     """
     wanted = set(ids)
-    found = {job.id: job for job in _query_squeue(wanted) if job.id in wanted} if wanted else {}
-    forgotten = wanted - found.keys()
-    asked = forgotten | {id for id, job in found.items() if job.state == "CANCELLED"}
+    jobs = {job.id: job for job in _query_squeue(wanted) if job.id in wanted} if wanted else {}
+    forgotten = wanted - jobs.keys()
+    asked = forgotten | {id for id, job in jobs.items() if job.state == "CANCELLED"}
     if not asked:
-        return found, ""
+        return jobs, ""
     try:
         remembered = {job.id: job for job in _query_sacct(asked)}
     except SlurmError as error:
-        return found, str(error) if forgotten else ""
-    by = {id: replace(job, cancelled_by=remembered[id].cancelled_by) for id, job in found.items() if id in remembered}
-    return {**found, **by, **{id: job for id, job in remembered.items() if id in forgotten}}, ""
+        return jobs, str(error) if forgotten else ""
+    by = {id: replace(job, cancelled_by=remembered[id].cancelled_by) for id, job in jobs.items() if id in remembered}
+    return {**jobs, **by, **{id: job for id, job in remembered.items() if id in forgotten}}, ""
 
 
 def cancel(ids: Sequence[str]) -> None:
@@ -252,10 +252,10 @@ def query_accounts(user: str) -> dict[str, set[str]]:
         SlurmError: there is no accounting, or its database does not answer.
     """
     where = ["show", "associations", "where", f"user={user}", "format=Account,QOS"]
-    found: dict[str, set[str]] = {}
+    qos_by_account: dict[str, set[str]] = {}
     for account, qos in _query_table(["sacctmgr", "--parsable2", *where], columns=2, timeout_s=_DATABASE_TIMEOUT_S):
-        found.setdefault(account, set()).update(qos.split(",") if qos else ())
-    return found
+        qos_by_account.setdefault(account, set()).update(qos.split(",") if qos else ())
+    return qos_by_account
 
 
 def query_rules(user: str) -> Rules:
@@ -293,12 +293,12 @@ def query_reservations(partition: str) -> list[Reservation]:
         _split_words(line) for line in _run_checked(["scontrol", "--oneliner", "show", "reservation"]).splitlines()
     ]
     nodes = set(_list_hosts(_query_partition_words().get(partition, {}).get("Nodes", "")))
-    found = [
+    reservations = [
         Reservation(words["ReservationName"], *(_parse_local_time(words[name]) for name in ("StartTime", "EndTime")))
         for words in lines
         if "ReservationName" in words and nodes & set(_list_hosts(words["Nodes"]))
     ]
-    return sorted(found, key=lambda each: each.start)
+    return sorted(reservations, key=lambda each: each.start)
 
 
 def count_queued(user: str, limit: Limit) -> int:
@@ -350,12 +350,12 @@ def query_usage(ids: Iterable[str]) -> dict[str, JobUsage]:
     steps: dict[str, list[list[str]]] = {}
     for id, *cells in _query_table(command, columns=6, timeout_s=_DATABASE_TIMEOUT_S):
         steps.setdefault(id.partition(".")[0], []).append(cells)
-    found = {}
+    usage = {}
     for id, ((elapsed, cores, busy, requested, _), *parts) in steps.items():
         held = [size for *_, text in parts if (size := _parse_gib(text))]
         largest = max(held, default=None)
-        found[id] = JobUsage(id, int(elapsed), int(cores), _parse_cpu_s(busy), _parse_gib(requested), largest)
-    return found
+        usage[id] = JobUsage(id, int(elapsed), int(cores), _parse_cpu_s(busy), _parse_gib(requested), largest)
+    return usage
 
 
 def _parse_cpu_s(text: str) -> float:
@@ -423,11 +423,11 @@ def _parse_local_time(text: str) -> float:
 
 def _query_preemption() -> dict[str, tuple[str, int]]:
     """Return PreemptMode and GraceTime by partition; sinfo does not print them."""
-    found = {}
+    modes = {}
     for name, words in _query_partition_words().items():
         if {"PreemptMode", "GraceTime"} <= words.keys():
-            found[name] = (words["PreemptMode"], int(words["GraceTime"]))
-    return found
+            modes[name] = (words["PreemptMode"], int(words["GraceTime"]))
+    return modes
 
 
 def _parse_node_kind(counts: str, cpus: str, memory: str, features: str, gres: str) -> NodeKind:

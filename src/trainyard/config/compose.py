@@ -231,7 +231,7 @@ def resolve(tree: DictConfig, where: str) -> TrainConfig:
 
 
 def register_options(config_type: type[TrainConfig]) -> None:
-    """Tell Hydra the options of a family, which its base preset calls `schema`."""
+    """Register the options of a family with Hydra; its base preset names them `schema`."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name=SCHEMA, node=config_type)

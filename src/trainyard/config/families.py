@@ -60,15 +60,15 @@ def find_jobs(jobs_dir: Path) -> dict[str, Path]:
     """
     if not jobs_dir.is_dir():
         raise UserError(f"{jobs_dir}: no such folder of jobs. Name one: --jobs DIR.")
-    found: dict[str, Path] = {}
+    presets: dict[str, Path] = {}
     for path in sorted(jobs_dir.glob("[!._]*/*.yaml"), key=lambda p: p.stem):
-        if path.stem in found:
+        if path.stem in presets:
             raise UserError(
-                f"Two presets are named '{path.stem}': {found[path.stem]} and {path}. Preset names must be unique "
+                f"Two presets are named '{path.stem}': {presets[path.stem]} and {path}. Preset names must be unique "
                 "across families; rename one of the files."
             )
-        found[path.stem] = path
-    return found
+        presets[path.stem] = path
+    return presets
 
 
 def find_all_jobs() -> dict[str, Path]:
@@ -77,10 +77,10 @@ def find_all_jobs() -> dict[str, Path]:
     Raises:
         UserError: as for `find_jobs`.
     """
-    found: dict[str, Path] = {}
+    presets: dict[str, Path] = {}
     for root in reversed(list_roots()):
-        found |= find_jobs(root)
-    return found
+        presets |= find_jobs(root)
+    return presets
 
 
 class Root(NamedTuple):
@@ -159,7 +159,7 @@ def locate_code(function: Any) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}: {name}" if code else name
 
 
-def require_mapping(function: Any, found: Any, expected: str, *, key: str = "") -> Mapping[str, Any]:
+def require_mapping(function: Any, returned: Any, expected: str, *, key: str = "") -> Mapping[str, Any]:
     """Check the value that a function of a family returned, and return it.
 
     Args:
@@ -169,11 +169,11 @@ def require_mapping(function: Any, found: Any, expected: str, *, key: str = "") 
     Raises:
         UserError: it is no mapping, or has no `key`.
     """
-    if not isinstance(found, Mapping) or (key and key not in found):
-        named = isinstance(found, Mapping)
-        said = (join_names(list(map(str, found))) or "no names") if named else describe_value(found)
-        raise ContractError(f"{locate_code(function)} returned {said}; expected {expected}.")
-    return found
+    if not isinstance(returned, Mapping) or (key and key not in returned):
+        named = isinstance(returned, Mapping)
+        value = (join_names(list(map(str, returned))) or "no names") if named else describe_value(returned)
+        raise ContractError(f"{locate_code(function)} returned {value}; expected {expected}.")
+    return returned
 
 
 def describe_value(value: Any) -> str:

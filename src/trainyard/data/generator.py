@@ -58,12 +58,12 @@ def _follow_imports(pending: Iterable[Path]) -> set[Path]:
 
 def _list_imports(file: Path, *, name: str = "") -> list[Path]:
     """List the files that a file imports relatively; with `name`, only those that it imports this name from."""
-    found = []
+    files = []
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.ImportFrom) and node.level:
             module = file.parents[node.level - 1].joinpath(*(node.module or "").split("."))
             names = [alias.name for alias in node.names]
             if not name or name in names:
                 places = [module, *(module / one for one in names)]
-                found += [path for place in places for path in (place.with_suffix(".py"), place / "__init__.py")]
-    return [path for path in found if path.is_file()]
+                files += [path for place in places for path in (place.with_suffix(".py"), place / "__init__.py")]
+    return [path for path in files if path.is_file()]

@@ -132,13 +132,13 @@ def read_fingerprint(path: Path) -> str:
     """
     with path.open("rb") as file:
         header = file.read(HEADER_BYTES)
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if header != _make_header(found):
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if header != _make_header(digest):
         raise ShardError(
             f"{path}: damaged: its content differs from the SHA-256 in its first line. Copy it again, or delete it and "
             "run the same trainyard pack again, which keeps the shards."
         )
-    return found
+    return digest
 
 
 def find_index(folder: Path) -> Path:

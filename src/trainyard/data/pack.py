@@ -160,9 +160,7 @@ def read_listing(samples: Iterable[Sample], meta: dict[str, Any]) -> Listing:
 
 def _stamp(samples: Iterable[Sample]) -> Iterator[tuple[Sample, _Stamp]]:
     """Yield samples with the size and time of their raw files, which are checked."""
-    return (
-        (one, None if found is None else (found.st_size, found.st_mtime_ns)) for one, found in check_sources(samples)
-    )
+    return ((one, None if info is None else (info.st_size, info.st_mtime_ns)) for one, info in check_sources(samples))
 
 
 def _join_stamps(samples: Iterable[Sample], listing: Listing) -> Iterator[tuple[Sample, _Stamp]]:
@@ -264,7 +262,7 @@ def _read_journal(path: Path) -> dict[str, dict[str, Any]]:
     try:
         content = load_json(path, most_bytes=2**30)
         shards: dict[str, dict[str, Any]] = content["shards"]
-        is_intact, found = content["sha256"] == _hash_journal(shards), content["format"]
+        is_intact, number = content["sha256"] == _hash_journal(shards), content["format"]
         for entry in shards.values():
             types = {name: type(value) for name, value in entry.items()}
             is_intact &= types == {"listing": str, "sha256": str, "count": int, "bad": list}
@@ -272,7 +270,7 @@ def _read_journal(path: Path) -> dict[str, dict[str, Any]]:
     except (AttributeError, KeyError, OSError, TypeError, ValueError):  # not JSON, or other JSON
         is_intact = False
     if is_intact:
-        check_format(path, found, kind=PACKED_DATA)
+        check_format(path, number, kind=PACKED_DATA)
     else:
         follow_up = (
             f"Check the packed data: trainyard verify {quote_path(path.parent)}. If it is whole, train with "
@@ -311,9 +309,9 @@ class _Tally:
     def __str__(self) -> str:
         """Return such as "Of label 0: 8 of 16, of label 1: 0 of 16."; "" without classes, or with a great many."""
         lines = [
-            ", ".join(f"of {name} {value or '-'}: {self._bad[name][value]} of {total}" for value, total in found)
+            ", ".join(f"of {name} {value or '-'}: {self._bad[name][value]} of {total}" for value, total in counts)
             for name, counter in self._all.items()
-            if 1 < len(found := sorted(counter.items())) <= _MOST_CLASSES
+            if 1 < len(counts := sorted(counter.items())) <= _MOST_CLASSES
         ]
         return "\n".join(f"O{line[1:]}." for line in lines)
 
@@ -432,12 +430,12 @@ def _refuse_other_records(first: "_Part", part: "_Part") -> None:
         for one in (first, part)
     ]
     if forms[0] != forms[1]:
-        found, expected = (
+        fields, expected = (
             join_names([f"{name}{form}" for name, form in one.items() if other.get(name) != form], most=3) or "fewer"
             for one, other in (forms[::-1], forms)
         )
         raise PackError(
-            f"Sample '{part.columns[KEY][0]}' and those after it have {found}, and '{first.columns[KEY][0]}' has "
+            f"Sample '{part.columns[KEY][0]}' and those after it have {fields}, and '{first.columns[KEY][0]}' has "
             f"{expected}. All samples need the same records and columns."
         )
 

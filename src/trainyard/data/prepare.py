@@ -344,11 +344,11 @@ def explain_no_sample(raw: Path, config: TrainConfig, jobs_dir: Path) -> str:
     expected = getattr(load_family(jobs_dir, config.family, "pack"), "RAW_FILES", "")
     more = f"{jobs_dir / config.family}/README.md"
     files = [Path(place) / name for place, _, names in itertools.islice(os.walk(raw), _LISTED) for name in names]
-    found = count_by_suffix(str(path.relative_to(raw)) for path in sorted(files)) or "no file"
+    present = count_by_suffix(str(path.relative_to(raw)) for path in sorted(files)) or "no file"
     return (
         f"contains no sample that {config.family} knows. "
         + (f"Expected: {expected}; more: {more}." if expected else f"Expected: what {more} describes.")
-        + f" Found: {found}.{suggest_first_try(config, jobs_dir)}"
+        + f" Found: {present}.{suggest_first_try(config, jobs_dir)}"
     )
 
 
@@ -381,11 +381,11 @@ def _synthesize_raw(config: TrainConfig, jobs_dir: Path, hook: Callable[[], None
     unfinished, record = raw.with_name(f"{raw.name}.partial"), raw.with_name(f".{raw.name}.drawn")
     require_writable(raw.parent, flag="data.cache=")
     with _lock_folder(raw):
-        if raw.is_dir() and (found := _describe_files(raw)) != (drawn := read_object(record)):
+        if raw.is_dir() and (present := _describe_files(raw)) != (drawn := read_object(record)):
             aside = find_free_name(raw.with_name(f"{raw.name}.damaged"))
             logger.warning(
                 "{}: has {} files, and not the {} that were drawn: moved to {}, and drawn again",
-                *(raw, found["files"], drawn.get("files", "recorded"), aside),
+                *(raw, present["files"], drawn.get("files", "recorded"), aside),
             )
             raw.rename(aside)
         if not raw.is_dir():
@@ -431,8 +431,8 @@ def _explain_synthesis(raw: Path) -> str:
     if raw.with_name(f"{raw.name}.partial").is_dir():
         return ": finishing an interrupted call"
     alike = raw.name.rpartition("-")[0]
-    found = [path.name for path in raw.parent.glob(f"{alike}*") if not path.name.startswith(raw.name)]
-    others = [name for name in found if name == alike or name[len(alike)] == "-"]
+    alike_names = [path.name for path in raw.parent.glob(f"{alike}*") if not path.name.startswith(raw.name)]
+    others = [name for name in alike_names if name == alike or name[len(alike)] == "-"]
     return f": the generator has changed since it made {join_names(sorted(others))} (kept)" if others else ""
 
 
@@ -529,12 +529,12 @@ def _list_samples(pack: Any, raw: Path, config: TrainConfig) -> "Iterator[Sample
     """Yield what `pack.samples` yields, which are samples."""
     from trainyard.data.shards import Sample
 
-    found = pack.samples(raw, config)
-    if not isinstance(found, Iterable):
+    yielded = pack.samples(raw, config)
+    if not isinstance(yielded, Iterable):
         raise ContractError(
-            f"{locate_code(pack.samples)} returned {describe_value(found)}; expected it to yield Samples."
+            f"{locate_code(pack.samples)} returned {describe_value(yielded)}; expected it to yield Samples."
         )
-    for sample in found:
+    for sample in yielded:
         if not isinstance(sample, Sample):
             raise ContractError(f"{locate_code(pack.samples)} yielded {describe_value(sample)}; expected a Sample.")
         if not isinstance(sample.key, str):
