@@ -158,8 +158,8 @@ def _format_newest(status: Status, lines: Sequence[Line]) -> str:
     starts = [event for event in status.snapshot.events if event.get("event") in STARTS]
     monitor: Any = starts[-1].get("monitor") if starts else None
     metric = str(monitor.get("metric")) if isinstance(monitor, dict) else ""
-    found = [line for line in lines if line["kind"] == "eval" and metric in line and line["step"]]
-    newest = found[-1] if found else None
+    scored = [line for line in lines if line["kind"] == "eval" and metric in line and line["step"]]
+    newest = scored[-1] if scored else None
     return f"{metric} {format_metric(newest, metric)} on {newest['split']}" if newest else "-"
 
 

@@ -53,9 +53,9 @@ def format_summary(run: Path, *, next_commands: Sequence[str] = ()) -> str:
     best = story.find_best_evaluation()
     if best and headline.metric and f"on {best[1]['split']}," not in headline.place:
         name, line = best
-        said = f"{name} {format_metric(line, name)} on {line['split']} at step {line['step']:,}"
+        score = f"{name} {format_metric(line, name)} on {line['split']} at step {line['step']:,}"
         chose = explain_choice(story, str(line["split"]))
-        rows.append(("best", [said, *([chose] if chose else [])]))
+        rows.append(("best", [score, *([chose] if chose else [])]))
     for i, (name, predicted, observed) in enumerate(_list_usage(story)):
         rows.append(("" if i else "plan", [name, f"predicted {predicted}", f"observed {observed}"]))
     rows.append(("report", [str(page) if page.exists() else "not written"]))
@@ -175,7 +175,7 @@ def _render_samples(run: Path, evaluations: Sequence[Evaluation]) -> list[str]:
         return []
     commands = [["rm", "-r", *map(str, galleries)], ["trainyard", "report", str(run)]]
     typed = " && ".join(shlex.join(command) for command in commands)
-    note = f"Everyone with this page sees them. To make a page without:  <code>{escape(typed)}</code>"
+    note = f"Everyone with this page sees them. To make a page without: <code>{escape(typed)}</code>"
     titles = ("" if folder.parent == run else f"<h3>{escape(folder.parent.name)}</h3>" for folder in galleries)
     shown = (title + gallery for title, gallery in zip(titles, galleries.values(), strict=True))
     return [f'<p class="soft">{note}</p>', *shown]

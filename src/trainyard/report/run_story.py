@@ -148,7 +148,7 @@ class RunStory:
 
         def is_constant(name: str) -> bool:
             lists = values[name].values()
-            return any(len(found) > 1 for found in lists) and all(len(set(found)) == 1 for found in lists)
+            return any(len(series) > 1 for series in lists) and all(len(set(series)) == 1 for series in lists)
 
         return [name for name in values if is_constant(name) == constant]
 

@@ -58,8 +58,8 @@ def refuse_changes(run: Path) -> None:
     Raises:
         UserError: names the difference, and the commands that restore or accept it.
     """
-    if found := [change for change in find_changes(run) if not change.can_resume]:
-        raise UserError("\n".join(map(str, found)))
+    if faults := [change for change in find_changes(run) if not change.can_resume]:
+        raise UserError("\n".join(map(str, faults)))
 
 
 def find_changes(run: Path) -> list[Change]:
@@ -74,8 +74,8 @@ def find_changes(run: Path) -> list[Change]:
     events = read_lines(run / EVENTS_FILE)
     record = _find_record(run, events)
     accepted = {str(event.get(name)) for event in events if event.get("event") == ACCEPTED for name in _CHECKS}
-    found = (check(run, record, accepted) for check in _CHECKS.values())
-    return [change for change in found if change is not None]
+    results = (check(run, record, accepted) for check in _CHECKS.values())
+    return [change for change in results if change is not None]
 
 
 def accept_changes(run: Path) -> None:
@@ -187,12 +187,12 @@ def _check_metrics(run: Path, record: Mapping[str, Any], accepted: set[str]) -> 
         return None
     expected = record["metrics"]
     try:
-        found, size = _hash_metrics(run, expected["bytes"])
+        digest, size = _hash_metrics(run, expected["bytes"])
     except OSError as error:
         problem = f"cannot be read: {error.strerror}."
         moved = f"mv {quote_path(run / METRICS_FILE)} {quote_path(f'{run / METRICS_FILE}.old')}"
         return Change(run / METRICS_FILE, problem, f"Restore it from a copy, or resume without it: {moved}")
-    if found == expected["sha256"] or found in accepted:
+    if digest == expected["sha256"] or digest in accepted:
         return None
     if size < expected["bytes"]:
         problem = f"is cut short or gone: {size} bytes of {expected['bytes']} are there."
@@ -200,7 +200,7 @@ def _check_metrics(run: Path, record: Mapping[str, Any], accepted: set[str]) -> 
         return Change(run / METRICS_FILE, problem, advice, can_resume=True)
     problem = (
         f"was changed: its first {expected['bytes']} bytes had SHA-256 {str(expected['sha256'])[:12]}.. when the run "
-        f"last recorded it, now it has SHA-256 {found[:12]}.."
+        f"last recorded it, now it has SHA-256 {digest[:12]}.."
     )
     return Change(run / METRICS_FILE, problem, _advise(run, {}))
 

@@ -54,10 +54,10 @@ def describe_seen(seen: Mapping[str, Any]) -> str:
     """Describe the overlap of a data set with training: the same content, and the same names."""
     if "unknown" in seen:
         return f"unknown, because {seen['unknown']}"
-    found = f"{seen.get('samples')} of {seen.get('samples_of')} samples (by their content)"
+    overlap = f"{seen.get('samples')} of {seen.get('samples_of')} samples (by their content)"
     if "names" in seen:
-        found += f", {seen['names']} of {seen.get('names_of')} names in '{seen.get('column')}'"
-    return found
+        overlap += f", {seen['names']} of {seen.get('names_of')} names in '{seen.get('column')}'"
+    return overlap
 
 
 def read_evaluations(run: Path) -> list[Evaluation]:
@@ -70,8 +70,8 @@ def read_evaluations(run: Path) -> list[Evaluation]:
     if root.is_symlink():  # a link may lead out of the run
         return []
     folders = [path for path in sorted(root.glob("[!.]*")) if path.is_dir() and not path.is_symlink()]
-    found = [Evaluation(path, _read_about(path / ABOUT_FILE), read_lines(path / METRICS_FILE)) for path in folders]
-    return sorted(found, key=lambda evaluation: str(evaluation.about.get("created")))
+    items = [Evaluation(path, _read_about(path / ABOUT_FILE), read_lines(path / METRICS_FILE)) for path in folders]
+    return sorted(items, key=lambda evaluation: str(evaluation.about.get("created")))
 
 
 def _read_about(path: Path) -> Mapping[str, Any]:

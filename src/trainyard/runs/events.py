@@ -116,9 +116,9 @@ def read_events(run: Path) -> list[Line]:
 
 def _require_run(run: Path) -> None:
     if not any((run / name).is_file() for name in ("config.yaml", METRICS_FILE, EVENTS_FILE)):
-        found = "a folder without them" if run.is_dir() else "no folder"
+        place = "a folder without them" if run.is_dir() else "no folder"
         raise UserError(
-            f"{run}: expected the folder of a run, with config.yaml and {METRICS_FILE}; found {found}. "
+            f"{run}: expected the folder of a run, with config.yaml and {METRICS_FILE}; found {place}. "
             f"Runs are in runs/<job>/<time>-<commit>."
         )
 
@@ -184,9 +184,9 @@ def find_end_of_step(path: Path, step: int) -> tuple[int, int]:
     end = last = 0
     with _open_lines(path) as file:
         for number, raw in enumerate(_split_lines(file), start=1):
-            if (found := _parse_line(raw, path, number)["step"]) > step:
+            if (step_of_line := _parse_line(raw, path, number)["step"]) > step:
                 break
-            end, last = end + len(raw) + 1, found
+            end, last = end + len(raw) + 1, step_of_line
     return end, last
 
 

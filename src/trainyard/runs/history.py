@@ -260,10 +260,10 @@ def list_folders(run: Path, submission: JsonObject) -> list[Path]:
 
 def read_errors(run: Path) -> list[RankError]:
     """Return the errors that ranks recorded in all attempts, oldest first."""
-    found = ((path, read_object(path)) for path in run.glob("errors/*-rank*.json"))
+    records = ((path, read_object(path)) for path in run.glob("errors/*-rank*.json"))
     errors = [
         RankError(path.name.rpartition("-rank")[0], path, fields)
-        for path, fields in found
+        for path, fields in records
         if fields and _is_of_kind(fields.get("time", 0.0), "number")
     ]
     return sorted(errors, key=lambda error: (error.time, error.path))  # file systems list names in any order
@@ -302,8 +302,8 @@ def find_current_folder(run: Path, submission: JsonObject) -> Path:
 
 
 def _list_current_jobs(run: Path, submission: JsonObject) -> list[str]:
-    found = (line for place in list_folders(run, submission) for line in _read_json_lines(place / ATTEMPTS))
-    return _list_jobs(submission, [line for line in found if _has_kinds(line, _START_OR_END)])
+    lines = (line for place in list_folders(run, submission) for line in _read_json_lines(place / ATTEMPTS))
+    return _list_jobs(submission, [line for line in lines if _has_kinds(line, _START_OR_END)])
 
 
 def read_stderr(snapshot: RunSnapshot, attempt: Attempt | None) -> list[str]:
@@ -360,11 +360,11 @@ def _read(path: Path) -> bytes:
 def _parse_json(texts: Iterable[bytes]) -> Iterator[JsonObject]:
     for text in texts:
         try:
-            found = parse_json(text)
+            value = parse_json(text)
         except ValueError:
             continue
-        if isinstance(found, dict):
-            yield found
+        if isinstance(value, dict):
+            yield value
 
 
 # Attempts, from the records of the batch script and of the training
@@ -436,8 +436,8 @@ def _group_attempt_lines(lines: Sequence[JsonObject]) -> dict[str, list[JsonObje
 
 def _list_successors(lines: Iterable[JsonObject]) -> dict[str, str]:
     """Return which Slurm job continues the run of another: attempt.sh submits one where Slurm does not requeue."""
-    found = [(str(line.get("job")), str(line.get("successor"))) for line in lines if line.get("event") == "successor"]
-    return {job: later for job, later in found if re.fullmatch(r"\d+(_\d+)?", later)}
+    pairs = [(str(line.get("job")), str(line.get("successor"))) for line in lines if line.get("event") == "successor"]
+    return {job: later for job, later in pairs if re.fullmatch(r"\d+(_\d+)?", later)}
 
 
 def _list_jobs(submission: JsonObject, lines: Sequence[JsonObject]) -> list[str]:

@@ -123,9 +123,9 @@ class RunLock:
         Raises:
             UserError: another process has taken over the run.
         """
-        found = read_owner(self._path)
-        if found != self._owner:
-            who = f"process {found.pid} on {found.host} writes to it now" if found else "its lock was deleted"
+        owner = read_owner(self._path)
+        if owner != self._owner:
+            who = f"process {owner.pid} on {owner.host} writes to it now" if owner else "its lock was deleted"
             raise UserError(f"{self._path.parent}: this attempt no longer owns the run: {who}. It stops here.")
 
     def __enter__(self) -> Self:

@@ -45,24 +45,24 @@ def list_checkpoints(directory: Path) -> list[Entry]:
     """
     if not directory.is_dir():
         return []
-    found = [path for path in directory.iterdir() if DATA_NAME.fullmatch(path.name)]
-    return [read_entry(path) for path in sorted(found, key=parse_name, reverse=True)]
+    paths = [path for path in directory.iterdir() if DATA_NAME.fullmatch(path.name)]
+    return [read_entry(path) for path in sorted(paths, key=parse_name, reverse=True)]
 
 
-def select_checkpoint(found: Sequence[Entry]) -> Entry:
+def select_checkpoint(entries: Sequence[Entry]) -> Entry:
     """Return the checkpoint whose weights are the run's result: the finished average, else the best, else the newest.
 
     Args:
         found: what `list_checkpoints` returns; not empty. Damaged manifests say nothing; data are not read.
     """
-    intact = [entry for entry in found if entry.problem is None] or found
-    step = find_result_step(found)
+    intact = [entry for entry in entries if entry.problem is None] or entries
+    step = find_result_step(entries)
     return next((entry for entry in intact if entry.step == step), intact[0])
 
 
-def find_result_step(found: Sequence[Entry]) -> int | None:
+def find_result_step(entries: Sequence[Entry]) -> int | None:
     """Return the step whose weights are the run's result, as the newest intact manifest says; None without one."""
-    newest = next((entry for entry in found if entry.problem is None), None)
+    newest = next((entry for entry in entries if entry.problem is None), None)
     if newest is None:
         return None
     return newest.step if newest.meta.get("swa") or not newest.meta.get("best") else int(newest.meta["best"]["step"])
@@ -74,10 +74,10 @@ def verify(entry: Entry) -> str | None:
         return entry.problem
     try:
         with open_file(entry.path) as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         return f"the data file cannot be read: {error.strerror}"
-    return None if found == entry.sha256 else f"SHA-256 is {found[:12]}.., the manifest says {entry.sha256[:12]}.."
+    return None if digest == entry.sha256 else f"SHA-256 is {digest[:12]}.., the manifest says {entry.sha256[:12]}.."
 
 
 def hash_fields(fields: Mapping[str, Any]) -> str:

@@ -34,8 +34,8 @@ def read_submission(run: Path) -> dict[str, Any]:
             f"{path}: {problem}, so how this run was submitted is not known. Restore the file from a copy, or resume "
             f"the run on this machine, with the code of this checkout: trainyard resume {quote_path(run)} --here"
         )
-    found: dict[str, Any] = submission
-    return found
+    checked: dict[str, Any] = submission
+    return checked
 
 
 def _find_problem(submission: dict[str, Any]) -> str:

@@ -128,9 +128,9 @@ def _name_both_jobs(snapshot: RunSnapshot, newest: Attempt | None, verdict: Verd
     packing, training = snapshot.slurm_job_ids
     fault = find_first_fault(snapshot, newest) if newest is not None and verdict.state == State.FAILED else None
     error = fault.lines[0].removeprefix(f"{fault.who}: ") if fault else verdict.detail
-    said = cut(" ".join(error.split()), SCREEN_WIDTH) or verdict.state
+    reason = cut(" ".join(error.split()), SCREEN_WIDTH) or verdict.state
     then = "waits for it" if verdict.state in ACTIVE else "does not start"
-    return verdict._replace(detail=f"packing (Slurm job {packing}): {said} -> training (Slurm job {training}) {then}")
+    return verdict._replace(detail=f"packing (Slurm job {packing}): {reason} -> training (Slurm job {training}) {then}")
 
 
 def _judge_pending_job(snapshot: RunSnapshot, job: SlurmJob, newest: Attempt | None) -> Verdict:

@@ -174,9 +174,9 @@ def choose_undamaged(directory: Path, *, step: int | None = None) -> tuple[Entry
     Raises:
         CheckpointError: every checkpoint is damaged.
     """
-    found = list_checkpoints(directory)
-    step = find_result_step(found) if step is None else step
-    wanted = next((entry for entry in found if entry.step == step), None)
+    entries = list_checkpoints(directory)
+    step = find_result_step(entries) if step is None else step
+    wanted = next((entry for entry in entries if entry.step == step), None)
     problem = f"the one of step {step} is missing" if wanted is None else verify(wanted)
     if wanted is not None and problem is None:
         return wanted, ""
@@ -257,12 +257,12 @@ def prune(
         written: the data file that this process has just saved: it is not read again, only its size is compared.
     """
     assert keep_last >= 1, keep_last
-    found = list_checkpoints(directory)
-    if all(protect(entry.step) for entry in found[keep_last:]):
+    entries = list_checkpoints(directory)
+    if all(protect(entry.step) for entry in entries[keep_last:]):
         return []
-    problems = (entry.problem if entry.path == written else verify(entry) for entry in found)
-    newest_valid = next((i for i, problem in enumerate(problems) if problem is None), len(found))
-    doomed = [entry.path for entry in found[newest_valid + keep_last :] if not protect(entry.step)]
+    problems = (entry.problem if entry.path == written else verify(entry) for entry in entries)
+    newest_valid = next((i for i, problem in enumerate(problems) if problem is None), len(entries))
+    doomed = [entry.path for entry in entries[newest_valid + keep_last :] if not protect(entry.step)]
     for path in reversed(doomed):
         _delete(path)
     return doomed[::-1]
@@ -452,8 +452,8 @@ def _merge_weights(path: Path, model: Mapping[str, Any], averaged: Mapping[str, 
     stray = sorted(averaged.keys() - model.keys())
     other = [name for name, value in model.items() if not isinstance(value, torch.Tensor)]
     if not model or stray or other:
-        found = f"'ema' has {stray[0]}, which 'model' lacks" if stray else "'model' is empty or missing"
-        found = f"'model' has {other[0]}, which is not a tensor" if other else found
-        raise CheckpointError(f"{path}: not exported: expected state['model'] to hold all weights, but {found}.")
+        fault = f"'ema' has {stray[0]}, which 'model' lacks" if stray else "'model' is empty or missing"
+        fault = f"'model' has {other[0]}, which is not a tensor" if other else fault
+        raise CheckpointError(f"{path}: not exported: expected state['model'] to hold all weights, but {fault}.")
     merged = {**model, **averaged}
     return {name: w.detach().clone(memory_format=torch.contiguous_format) for name, w in merged.items()}

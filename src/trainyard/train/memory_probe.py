@@ -248,7 +248,7 @@ def _try_on_all_ranks(work: Callable[[int], int], size: int) -> tuple[str, int]:
     trials = distributed.gather_to_rank0((failure, size))
     agreed = None
     if trials is not None:
-        agreed = next((said for said, _ in trials if said), ""), min(fitting for _, fitting in trials)
+        agreed = next((failed for failed, _ in trials if failed), ""), min(fitting for _, fitting in trials)
     result: tuple[str, int] = distributed.broadcast_from_rank0(agreed)
     return result
 

@@ -223,10 +223,10 @@ class Saver:
             return self._choose(_FOREGROUND, "checkpoint.background=false")
         if needed > self._copy.bytes:
             available = read_available_memory()
-            found = f"{format_size(available.bytes)} are available ({available.source})"
+            memory = f"{format_size(available.bytes)} are available ({available.source})"
             if needed - self._copy.bytes > available.bytes // 2:  # leaves as much for everything else
-                return self._choose(_FOREGROUND, f"a copy takes {format_size(needed)} of host memory, and {found}")
-            return self._choose(_BACKGROUND, f"the copy takes {format_size(needed)} of host memory; {found}")
+                return self._choose(_FOREGROUND, f"a copy takes {format_size(needed)} of host memory, and {memory}")
+            return self._choose(_BACKGROUND, f"the copy takes {format_size(needed)} of host memory; {memory}")
         return True
 
     def _choose(self, choice: str, reason: str) -> bool:

@@ -428,11 +428,11 @@ class Trainer:
             for name in (split, TRAIN)
         )
         try:
-            found = module.score_baselines(rows, evaluated, lambda: training)
+            baselines = module.score_baselines(rows, evaluated, lambda: training)
         except UserError as error:
             logger.warning("{}: no method without a network could be scored: {}", split, error)
             return
-        metrics = {name: found[name].metrics for name in module.rivals if name in found}
+        metrics = {name: baselines[name].metrics for name in module.rivals if name in baselines}
         finite = {
             method: {name: float(value) for name, value in values.items() if math.isfinite(value)}
             for method, values in metrics.items()

@@ -276,13 +276,13 @@ class Watchdog:
 
     def _read_others(self) -> list[dict[str, Any]]:
         """Return the records of the other ranks, each with how much older than this rank's it is."""
-        found = []
+        records = []
         for rank in set(range(self._world.world_size)) - {self._world.rank}:
             path = self._name_record(rank)
             with contextlib.suppress(FileNotFoundError):  # a rank that has ended has none
                 newest = self._name_record(self._world.rank).stat().st_mtime  # on the clock of the same file system
-                found.append({**read_object(path), "silent_s": newest - path.stat().st_mtime})
-        return found
+                records.append({**read_object(path), "silent_s": newest - path.stat().st_mtime})
+        return records
 
     # The thread that talks to other ranks
 
