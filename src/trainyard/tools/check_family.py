@@ -116,7 +116,7 @@ def check_family(jobs_dir: Path, family: str, scratch: Path) -> Iterator[Result]
         command = f"trainyard new {quote_path(family)} --jobs {quote_path(jobs_dir)}"
         raise UserError(f"{jobs_dir / family}: no such family. Write one: {command}")
     subject = Family(jobs_dir.resolve(), family, scratch)
-    has_data, said = True, set[str]()
+    has_data, reported = True, set[str]()
     for name, check in CHECKS.items():
         failure = ""
         if not has_data and check not in _FORM:
@@ -127,8 +127,8 @@ def check_family(jobs_dir: Path, family: str, scratch: Path) -> Iterator[Result]
             failure = str(error).removesuffix(SEE_INTERFACE)  # once, at the end
         except Exception as error:  # the family's code, which is being tried, may raise anything
             failure = f"{type(error).__name__}: {error} ({find_place(error)})"
-        yield Result(name, "as said above" if failure in said else failure)
-        said |= {failure} - {""}
+        yield Result(name, "as said above" if failure in reported else failure)
+        reported |= {failure} - {""}
         if failure and check in _NEEDED:
             has_data = False
 
@@ -147,9 +147,9 @@ def check_files(family: Family) -> None:
 def check_presets(family: Family) -> None:
     """Check that every preset composes and has a first line about its purpose, and every option a text."""
     presets = {name: path for name, path in find_jobs(family.jobs_dir).items() if path.parent.name == family.family}
-    found = [configs.compose(name, [], family.jobs_dir) for name in presets]
+    composed = [configs.compose(name, [], family.jobs_dir) for name in presets]
     plain = [path.name for path in presets.values() if not path.read_text().startswith("# ")]
-    silent = {option.name for config in found for option in configs.list_options(config) if not option.doc}
+    silent = {option.name for config in composed for option in configs.list_options(config) if not option.doc}
     lacks = [f"{family.folder}: {join_names(plain)}: expected a first line '# purpose of the preset'."] * bool(plain)
     file, named = family.folder / "config.py", join_names(sorted(silent))
     lacks += [f"{file}: options have no words about their effect: {named}."] * bool(silent)
@@ -174,8 +174,8 @@ def check_packing(family: Family) -> None:
 
 def _reads_back(data: ShardSet, i: int, name: str, value: Any) -> bool:
     if isinstance(value, Ragged | Audio):
-        stored, found = data.read_arrays(name, np.array([i]))[0], getattr(value, "values", None)
-        expected = value.data if isinstance(value, Audio) else found
+        stored, values = data.read_arrays(name, np.array([i]))[0], getattr(value, "values", None)
+        expected = value.data if isinstance(value, Audio) else values
         return stored.tobytes() == (expected if isinstance(expected, bytes) else np.asarray(expected).tobytes())
     if isinstance(value, bytes):
         return data.read_bytes(name, np.array([i]))[0].tobytes() == value
@@ -203,8 +203,8 @@ def check_loss(family: Family) -> None:
     lr = family.config.optimizer.lr if is_own(module, "build_optimizer") else 3e-3
     losses = []
     for _ in range(STEPS):
-        found = train_step(state, [micro], lr=lr, world_size=1, seed=0, clip_grad_norm=1.0, autocast=nullcontext)
-        losses.append(float(found.losses["loss"]))
+        result = train_step(state, [micro], lr=lr, world_size=1, seed=0, clip_grad_norm=1.0, autocast=nullcontext)
+        losses.append(float(result.losses["loss"]))
         state.progress.step = 1  # messages about a first step appear once
     _expect(
         min(losses[-3:]) < 0.9 * losses[0],
@@ -261,9 +261,9 @@ def check_listings(family: Family) -> None:
         _expect(keys == data.read_keys(np.arange(data.count)), "list_labelled yields other samples than samples().")
         _expect(artifacts == data.artifacts, "list_labelled returns other artifacts than the run's.")
     if hasattr(pack, "unlabelled"):
-        found = list(pack.unlabelled(family.raw, family.config, data.artifacts))
-        found[0].load()
-        _expect(len(found) > 10, f"unlabelled yields {len(found)} samples of the {data.count} that were generated.")
+        files = list(pack.unlabelled(family.raw, family.config, data.artifacts))
+        files[0].load()
+        _expect(len(files) > 10, f"unlabelled yields {len(files)} samples of the {data.count} that were generated.")
 
 
 def check_resume(family: Family) -> None:

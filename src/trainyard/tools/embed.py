@@ -62,11 +62,11 @@ def read_identities(keys: Sequence[str], pattern: str) -> list[str]:
         raise UserError(
             f"--identity '{pattern}': expected one group in brackets, found {expression.groups}. {_PATTERNS}"
         )
-    found = [expression.match(key) for key in keys]
-    wrong = next((key for key, match in zip(keys, found, strict=True) if not (match and match[1])), None)
+    matches = [expression.match(key) for key in keys]
+    wrong = next((key for key, match in zip(keys, matches, strict=True) if not (match and match[1])), None)
     if wrong is not None:
         raise UserError(f"--identity '{pattern}': finds nothing in the key '{wrong}'. {_PATTERNS}")
-    return [match[1] for match in found if match]
+    return [match[1] for match in matches if match]
 
 
 _PATTERNS = "For anna/01.png: --identity '([^/]+)/'. For 101_3.tif: --identity '(.+)_'"

@@ -266,15 +266,15 @@ def _count_seen(model: TrainedModel, data: ShardSet, ids: np.ndarray, training: 
         return {"unknown": f"{data.folder} has no record that the training data has, so nothing can be compared"}
     trained = {row.tobytes() for row in _digest_records(training.data, compared, training.ids)}
     same = sum(row.tobytes() in trained for row in _digest_records(data, compared, ids))
-    found: dict[str, Any] = {"samples": same, "samples_of": len(ids)}
+    counts: dict[str, Any] = {"samples": same, "samples_of": len(ids)}
     column = model.module.identity_column
     if column in data.vocabulary and column in training.data.vocabulary:
         names, known = (
             {one.vocabulary[column][code] for code in np.unique(one.columns[column][rows]).tolist()} - {""}
             for one, rows in ((data, ids), (training.data, training.ids))
         )
-        found |= {"column": column, "names": len(names & known), "names_of": len(names)}
-    return found
+        counts |= {"column": column, "names": len(names & known), "names_of": len(names)}
+    return counts
 
 
 def _list_compared(data: ShardSet, other: ShardSet) -> list[str]:
@@ -334,17 +334,17 @@ def _score(
         raise UserError(f"{folder}: cannot be scored: {error}") from None
     if with_baselines:
         logger.info("{}: computing the baselines on the same samples (--no-baseline leaves them out)", folder)
-        found = dict(module.score_baselines(rows, evaluated, open_training))
-        further = found.pop(RUN, Score({})).metrics
+        baselines = dict(module.score_baselines(rows, evaluated, open_training))
+        further = baselines.pop(RUN, Score({})).metrics
         systems[RUN] = replace(systems[RUN], metrics={**systems[RUN].metrics, **further})
-        systems |= found
+        systems |= baselines
     samples = module.sample_figures(rows) if config.report.samples == "on" else {}
     return systems, {FIGURES: module.report_figures(rows) | _draw_systems(systems), SAMPLES: samples}
 
 
 def _draw_systems(systems: Mapping[str, Score]) -> dict[str, bytes]:
     """Return the error trade-off of all systems with scores of pairs, for the first kind of impostors."""
-    scores = {name: list(found.pair_scores.values())[:2] for name, found in systems.items() if found.pair_scores}
+    scores = {name: list(score.pair_scores.values())[:2] for name, score in systems.items() if score.pair_scores}
     if len(scores) < 2:
         return {}
     pairs = {
@@ -365,12 +365,12 @@ def _write(
         write_json(folder / ABOUT_FILE, {"format": FORMATS[EVALUATION], **about})
         step, precision = model.checkpoint.step, model.precision.dtype
         lines = []
-        for system, found in systems.items():
-            metrics = {name: float(value) for name, value in found.metrics.items()}
+        for system, score in systems.items():
+            metrics = {name: float(value) for name, value in score.metrics.items()}
             lines.append(encode_line({"kind": "eval", "step": step, "split": target.name, "system": system, **metrics}))
-            if found.pair_scores:
+            if score.pair_scores:
                 path = folder / name_pair_scores(system)
-                write_pair_scores(path, found.pair_scores, step=step, precision=precision)
+                write_pair_scores(path, score.pair_scores, step=step, precision=precision)
         write_atomically(folder / METRICS_FILE, b"".join(lines))
         for name, images in figures.items():
             if images:

@@ -81,11 +81,11 @@ def compare_checkpoints(first: Path, others: Mapping[str, Path]) -> dict[str, An
     runs = [first, *others.values()]
     states = []
     for run in runs:
-        if (found := checkpoint.load_newest_valid(run / "checkpoints")) is None:
+        if (loaded := checkpoint.load_newest_valid(run / "checkpoints")) is None:
             raise RunsDiffer(f"run '{run.name}' left no checkpoint")
-        states.append(flatten_state(found[1]))
-    findings = [found for run in runs for found in read_env(run).get(SECTION, {}).values()]
-    allowed = ", ".join(sorted({operator for found in findings for operator in found["operators"]}))
+        states.append(flatten_state(loaded[1]))
+    findings = [finding for run in runs for finding in read_env(run).get(SECTION, {}).values()]
+    allowed = ", ".join(sorted({operator for finding in findings for operator in finding["operators"]}))
     cause = f". The likely cause: {allowed}, for which torch has no deterministic kernel here" if allowed else ""
     for name, state in zip(others, states[1:], strict=True):
         if different := find_differences(states[0], state):
@@ -128,8 +128,8 @@ def _expect(expected: ExitCode, code: int, run: Path) -> None:
         return
     if expected == ExitCode.PREEMPTED and code == ExitCode.DONE:
         raise RunsDiffer("the run that should be stopped ended first: it needs more steps")
-    said = "".join(f": {error.summary}" for error in read_errors(run)[:1])
-    raise RunsDiffer(f"run '{run.name}' exits with code {code}, expected {int(expected)}{said}")
+    reason = "".join(f": {error.summary}" for error in read_errors(run)[:1])
+    raise RunsDiffer(f"run '{run.name}' exits with code {code}, expected {int(expected)}{reason}")
 
 
 VARYING = ("progress/train_s", "metrics_position")

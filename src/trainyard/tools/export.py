@@ -171,8 +171,8 @@ def _require_three(ids: np.ndarray, where: Path) -> np.ndarray:
 def _refuse_difference(run: Path, check: Check) -> None:
     wrong = {name: value for name, value in check.differences.items() if not value <= check.tolerance}
     if wrong:
-        found = ", ".join(f"{name} by {value:.2g}" for name, value in wrong.items())
+        gaps = ", ".join(f"{name} by {value:.2g}" for name, value in wrong.items())
         raise UserError(
-            f"{run}: not exported: in {check.runtime}, on {check.samples} samples of {check.source}, {found} differ "
+            f"{run}: not exported: in {check.runtime}, on {check.samples} samples of {check.source}, {gaps} differ "
             f"from the run's; {check.tolerance:g} is allowed. Use another --format."
         )

@@ -77,14 +77,14 @@ def list_usage(runs_dir: Path, *, data_dirs: Sequence[Path], environ: Mapping[st
     runs = [read_run(path) for path in list_newest_runs(runs_dir, None)] if runs_dir.is_dir() else []
     needs = [_find_needs(run) for run in runs if not run.is_done]
     caches = dict.fromkeys(folder.absolute() for folder in data_dirs if folder.is_dir())
-    found = [
+    usages = [
         *(usage for cache in caches for usage in _list_data(cache, needs)),
         *(usage for run in runs if _is_below(run.run, runs_dir) for usage in _list_run(run, needs)),
         *_list_leftovers(runs_dir),
         *_list_caches(environ),
     ]
-    kinds = list(dict.fromkeys(usage.kind for usage in found))
-    return sorted((usage for usage in found if usage.bytes), key=lambda usage: (kinds.index(usage.kind), -usage.bytes))
+    kinds = list(dict.fromkeys(usage.kind for usage in usages))
+    return sorted((usage for usage in usages if usage.bytes), key=lambda usage: (kinds.index(usage.kind), -usage.bytes))
 
 
 def format_usage(usages: Sequence[DiskUsage], command: str = "trainyard gc") -> str:
@@ -270,12 +270,12 @@ def _list_data(cache: Path, needs: Sequence[_Needs]) -> Iterator[DiskUsage]:
 
 def _list_run(run: RunSnapshot, needs: Sequence[_Needs]) -> Iterator[DiskUsage]:
     """List a run's checkpoints beyond those that its result and a resume need, and its copy of the code."""
-    found = list_checkpoints(run.run / "checkpoints") if _is_own_folder(run.run / "checkpoints") else []
-    kept = {one.path for one in found if _name_needing(one.path, needs)}
-    if found:
-        kept.add(select_checkpoint(found).path)
-    if found and not run.is_done:  # a resume takes the newest that is intact
-        kept |= {found[0].path, next((one for one in found if one.problem is None), found[0]).path}
+    checkpoints = list_checkpoints(run.run / "checkpoints") if _is_own_folder(run.run / "checkpoints") else []
+    kept = {one.path for one in checkpoints if _name_needing(one.path, needs)}
+    if checkpoints:
+        kept.add(select_checkpoint(checkpoints).path)
+    if checkpoints and not run.is_done:  # a resume takes the newest that is intact
+        kept |= {checkpoints[0].path, next((one for one in checkpoints if one.problem is None), checkpoints[0]).path}
     reason = "its result" if run.is_done else "its result and a resume"
     lock = run.run / LOCK
     is_free = not os.path.lexists(lock) or (run.owner is not None and run.owner.find_alive(lock) is False)
@@ -284,7 +284,7 @@ def _list_run(run: RunSnapshot, needs: Sequence[_Needs]) -> Iterator[DiskUsage]:
         ("checkpoints", reason, "no way: train again"),
         ("checkpoints (older)", "", "no way; nothing reads them by itself"),
     ):
-        group = [one for one in found if (one.path in kept) == bool(needed_by)]
+        group = [one for one in checkpoints if (one.path in kept) == bool(needed_by)]
         paths = tuple(path for one in group for path in (one.path, one.path.with_suffix(".json")))
         size = sum(one.bytes for one in group)
         if _are_own(paths):
@@ -331,10 +331,10 @@ def _measure(folder: Path, kind: str, needed_by: str = "", *, again: str) -> Ite
     for place, folders, files in os.walk(folder):
         for name in (*folders, *files):
             with suppress(FileNotFoundError):  # a process uses it
-                found = os.lstat(Path(place) / name)
-                if found.st_uid != os.geteuid():
+                status = os.lstat(Path(place) / name)
+                if status.st_uid != os.geteuid():
                     return
-                size += found.st_size if name in files else 0
+                size += status.st_size if name in files else 0
     yield DiskUsage(str(folder), kind, size, needed_by, again, (folder,))
 
 

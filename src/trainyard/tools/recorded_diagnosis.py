@@ -26,7 +26,7 @@ _LEAST_S = 60.0  # of a whole run: the times of a shorter one are listed, but ar
 
 
 def describe_record(run: Path) -> list[str]:
-    """Return the screen: time by activity, choices, and the verdict with what it would give.
+    """Return the screen: time by activity, choices, and the verdict with its gain.
 
     Shares are of the time of the host: an activity that others hide (a save in the background, say)
     has no share.
