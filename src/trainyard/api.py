@@ -144,13 +144,13 @@ class Run:
         lines: dict[str, list[dict[str, Any]]] = {}
         for line in read_metrics(self.path):
             lines.setdefault(str(line.get("split", "train")), []).append(line)
-        found: dict[str, dict[str, np.ndarray]] = {}
+        arrays: dict[str, dict[str, np.ndarray]] = {}
         for split, of_split in lines.items():
             kinds = {k: type(v) for line in of_split for k, v in line.items()}
             names = [name for name, kind in kinds.items() if kind in (int, float)]
-            found[split] = {name: np.array([line.get(name, math.nan) for line in of_split], float) for name in names}
-            found[split]["step"] = found[split]["step"].astype(np.int64)
-        return found
+            arrays[split] = {name: np.array([line.get(name, math.nan) for line in of_split], float) for name in names}
+            arrays[split]["step"] = arrays[split]["step"].astype(np.int64)
+        return arrays
 
     @property
     def figures(self) -> "Figures":
@@ -375,7 +375,7 @@ def _call(words: list[str], *, about: Path | None = None) -> None:
                 progress.show("interrupted: saving")
                 with suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGINT)
-        said, code = _read(errors), child.returncode
+        errors_text, code = _read(errors), child.returncode
         if about is not None and (about / CONFIG).is_file():
             progress.show(f"{format_run_name(about)}: {Run(about).status.describe()}")
         else:
@@ -383,7 +383,7 @@ def _call(words: list[str], *, about: Path | None = None) -> None:
     if is_interrupted:
         raise KeyboardInterrupt
     if code not in (ExitCode.DONE, *_STOPPED):
-        raise UserError(_explain(code, said, about))
+        raise UserError(_explain(code, errors_text, about))
 
 
 def _read(file: BinaryIO) -> str:
@@ -402,11 +402,11 @@ def _find_last_line(text: str) -> str:
     return _CLOCK.sub("", lines[-1], count=1) if lines else ""
 
 
-def _explain(code: int, said: str, about: Path | None) -> str:
-    """Return why a command failed: its message, or what the run recorded."""
+def _explain(code: int, text: str, about: Path | None) -> str:
+    """Return why a command failed: its message, or the run's record."""
     if code not in (ExitCode.USER_ERROR, ExitCode.DISK_FULL) and about is not None and (about / CONFIG).is_file():
         return Run(about).why()
-    lines = said.strip().splitlines()
+    lines = text.strip().splitlines()
     first = max((i + 1 for i, line in enumerate(lines) if _CLOCK.match(line)), default=0)
     tail = lines[first:] or lines[-1:]
     named = next((i for i, line in enumerate(tail) if re.match(r"[A-Z]\w+: ", line)), 0)
@@ -443,7 +443,7 @@ class _Progress:
 
 
 def _is_notebook() -> bool:
-    """Tell whether this is the kernel of a notebook; loads no IPython."""
+    """Return whether this is the kernel of a notebook; loads no IPython."""
     module = sys.modules.get("IPython")
     return module is not None and hasattr(module.get_ipython(), "kernel")
 

@@ -72,7 +72,7 @@ def collect_environment(checkout: Mapping[str, Any], environ: Mapping[str, str] 
 def _read_versions() -> dict[str, str]:
     dali = {path.name.partition("-")[0] for folder in sys.path for path in Path(folder).glob("nvidia_dali*.dist-info")}
     recorded = {}
-    for name in sorted({*_RECORDED_DISTRIBUTIONS, *(found.replace("_", "-").lower() for found in dali)}):
+    for name in sorted({*_RECORDED_DISTRIBUTIONS, *(package.replace("_", "-").lower() for package in dali)}):
         with contextlib.suppress(metadata.PackageNotFoundError):
             recorded[name] = metadata.version(name)
     return {"python": platform.python_version(), **recorded}

@@ -81,7 +81,7 @@ class OutOfDeviceMemory(UserError):
     """A GPU has no memory left for a rank's step."""
 
     def __init__(self, message: str, *, next_micro_batch_size: int | None = None, **details: object) -> None:
-        """
+        """Make the error.
 
         Args:
             next_micro_batch_size: with which the run starts again; None: it cannot continue by itself.
@@ -114,17 +114,17 @@ def format_failure(error: BaseException) -> str:
     if not frames:
         return "".join(traceback.format_exception(error)).rstrip()
     frames += [frame for frame in last if _OWN.search(frame.filename)]
-    said = traceback.TracebackException.from_exception(error).format_exception_only()
-    return "".join(["In the family's code:\n", *traceback.format_list(frames), *said]).rstrip()
+    final = traceback.TracebackException.from_exception(error).format_exception_only()
+    return "".join(["In the family's code:\n", *traceback.format_list(frames), *final]).rstrip()
 
 
 def explain_address_limit(error: BaseException) -> str:
     """Explain that a limit on address space (`ulimit -v`) caused the lack of memory; "" if it did not."""
-    limit, said = resource.getrlimit(resource.RLIMIT_AS)[0], f"{type(error).__name__}: {error}"
-    if limit == resource.RLIM_INFINITY or not _NO_ADDRESS.search(said):
+    limit, text = resource.getrlimit(resource.RLIMIT_AS)[0], f"{type(error).__name__}: {error}"
+    if limit == resource.RLIM_INFINITY or not _NO_ADDRESS.search(text):
         return ""
     return (
-        f"{said}: this shell allows a process {limit / 2**30:.1f} GiB of address space (ulimit -v), and training "
+        f"{text}: this shell allows a process {limit / 2**30:.1f} GiB of address space (ulimit -v), and training "
         "reserves more than it uses. Raise it: ulimit -v unlimited; or train where there is none: trainyard submit JOB"
     )
 

@@ -244,15 +244,15 @@ def copy_folder(source: Path, into: Path, *, leave_out: Callable[[str], bool]) -
         if path.is_dir():
             copy_folder(path, into / path.name, leave_out=leave_out)
         elif path.is_file():
-            found, copied = path.stat(), into / path.name
+            status, copied = path.stat(), into / path.name
             try:
                 shutil.copyfile(path, copied)
             except OSError as error:
                 if error.errno in DISK_FULL:
                     error.filename = str(copied)  # it names the source
                 raise
-            os.utime(copied, ns=(found.st_atime_ns, found.st_mtime_ns))
-            copied.chmod(_close(found.st_mode))
+            os.utime(copied, ns=(status.st_atime_ns, status.st_mtime_ns))
+            copied.chmod(_close(status.st_mode))
         else:
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     into.chmod(_close(source.stat().st_mode))
@@ -525,7 +525,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 _MOST_LEVELS = 100
 
 
-def check_format(path: Path, found: object, *, kind: str) -> None:
+def check_format(path: Path, number: object, *, kind: str) -> None:
     """Compare the format number that a file states with the one that this version reads.
 
     Args:
@@ -535,9 +535,9 @@ def check_format(path: Path, found: object, *, kind: str) -> None:
     Raises:
         FormatError: they differ.
     """
-    if type(found) is not int or found != FORMATS[kind]:
+    if type(number) is not int or number != FORMATS[kind]:
         raise FormatError(
-            f"{path}: the format of this {kind} is {str(found)[:20]}, expected {FORMATS[kind]}, which this version of "
+            f"{path}: the format of this {kind} is {str(number)[:20]}, expected {FORMATS[kind]}, which this version of "
             f"Trainyard reads. Use the version that wrote it, or {_INSTEAD[kind]}"
         )
 
@@ -605,10 +605,10 @@ def make_own_folder(path: Path) -> Path:
     """
     try:
         path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
+        status = path.lstat()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise UserError(f"{path} is not a folder that only this user can write to")
     return path
 
@@ -622,13 +622,13 @@ def create_common_folder(folder: Path, *, group: str = "") -> None:
     Raises:
         UserError: this user is not in the group, or there is none of this name.
     """
-    missing = [made for made in (folder, *folder.parents) if not made.exists()]
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
         return
-    for made in missing:
-        fsync_path(made.parent)
+    for parent in missing:
+        fsync_path(parent.parent)
     if group:
         try:
             share_folder(folder, group)

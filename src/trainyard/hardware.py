@@ -182,8 +182,8 @@ def choose_sync_batchnorm(wanted: bool, *, device_type: str, world_size: int) ->
 
 def read_driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """Return the version of the loaded NVIDIA kernel driver, such as "580.65.06"; None if there is none."""
-    found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", file.read_text()) if file.exists() else None
-    return found[1] if found else None
+    match = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", file.read_text()) if file.exists() else None
+    return match[1] if match else None
 
 
 def list_chosen_gpus(environ: Mapping[str, str]) -> list[str] | None:

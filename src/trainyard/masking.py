@@ -136,14 +136,14 @@ def _mask_content(line: str, path: str, *, in_key: bool) -> tuple[str, str, bool
 
 def _mask_line(line: str, *, is_code: bool) -> tuple[str, str]:
     """Return a line with its secrets replaced, and the kind of the first; "" if it has none."""
-    found = ""
+    kinds = ""
     assignments = _ASSIGNMENTS if is_code else {**_ASSIGNMENTS, "a setting": _SETTING}
     for kind, pattern in [*_SHAPES.items(), *assignments.items()]:
         while (match := re.search(pattern, line)) and not match[match.lastindex or 0].startswith("<masked"):
             begin, end = match.span(match.lastindex or 0)
             line = f"{line[:begin]}<masked: {kind}>{line[end:]}"
-            found = found or kind
-    return line, found
+            kinds = kinds or kind
+    return line, kinds
 
 
 def _find_shape(line: str) -> str:

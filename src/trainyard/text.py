@@ -64,7 +64,7 @@ def make_printable(text: str) -> str:
     These are obeyed by a terminal (C0, C1), or change the order of letters (bidirectional marks), or are line ends,
     or bytes of file names that are not UTF-8, which cannot be printed.
     """
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 _UNPRINTABLE = re.compile(

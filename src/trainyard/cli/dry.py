@@ -170,8 +170,8 @@ def _describe_data(config: TrainConfig, jobs_dir: Path) -> tuple[str, int | None
     """Return which data a run reads, and the steps of an epoch; None before the data is packed."""
     if not is_packed(config):
         raw = find_raw(config, jobs_dir)
-        found = f"{raw}: raw files" if raw else f"{config.data.synthetic} samples to synthesize"
-        return f"{found}, packed into {config.data.cache} unless that was done before", None
+        source = f"{raw}: raw files" if raw else f"{config.data.synthetic} samples to synthesize"
+        return f"{source}, packed into {config.data.cache} unless that was done before", None
     index, splits = _read_splits(config, jobs_dir)
     sizes = ", ".join(f"{name} {len(ids)}" for name, ids in splits.items())
     return f"{config.data.path}: {index.count} samples ({sizes})", _count_steps(config, index, splits)

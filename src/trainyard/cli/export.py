@@ -58,9 +58,9 @@ def _export(args: argparse.Namespace) -> int:
     say(
         f"step {entry.step} -> {out} ({format_size(out.stat().st_size)}, {format_duration(time.monotonic() - started)})"
     )
-    found = ", ".join(f"{name} {value:.1e}" for name, value in check.differences.items())
+    differences = ", ".join(f"{name} {value:.1e}" for name, value in check.differences.items())
     say(f"{check.runtime} computes the same as the run on {check.samples} samples of {check.source}.")
-    say(f"Largest difference, relative above 1: {found}; {check.tolerance:g} is allowed.")
+    say(f"Largest difference, relative above 1: {differences}; {check.tolerance:g} is allowed.")
     return 0
 
 

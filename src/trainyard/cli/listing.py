@@ -55,7 +55,7 @@ SHARE_LEFT = 0.9
 def add_commands(verbs: Verbs) -> None:
     """Add the commands."""
     add_verb(verbs, "jobs", _list_jobs, "list the jobs you can run, and what runs here")
-    verb = add_verb(verbs, "options", _list_options, "list a job's options, their values and what they do")
+    verb = add_verb(verbs, "options", _list_options, "list a job's options, with values and meaning")
     verb.add_argument("job")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
     doc = "print what makes a shell complete commands, flags, jobs and runs; how to use it is its first line"
@@ -83,8 +83,8 @@ def _list_jobs(args: argparse.Namespace) -> int:
     if BROKEN in answers:
         say(f"{BROKEN}: trainyard options JOB names the error in the file")
     if answers - {AT_ONCE, WITH_DATA, BROKEN}:
-        found = ", ".join(f"{gib:.0f} GB" for gib in gpus_gib) or "none"
-        say(f"GB: of each GPU, and this machine has {found}. On a cluster: make submit JOB=... GPUS=n")
+        memory = ", ".join(f"{gib:.0f} GB" for gib in gpus_gib) or "none"
+        say(f"GB: of each GPU, and this machine has {memory}. On a cluster: make submit JOB=... GPUS=n")
     return 0
 
 

@@ -89,8 +89,8 @@ def _doctor(args: argparse.Namespace) -> int:
         if code:
             return code
         answer = json.loads((run / _ANSWER).read_text())
-    found = decode_diagnosis(answer)
-    for line in [*format_diagnosis(args.job, found), *answer["operators"]]:
+    diagnosis = decode_diagnosis(answer)
+    for line in [*format_diagnosis(args.job, diagnosis), *answer["operators"]]:
         say(line)
     if args.results:
         options = {"job": args.job, "overrides": args.overrides, "ranks": args.ranks, "seconds": args.seconds}
@@ -125,10 +125,10 @@ def _measure(run: Path, config: "TrainConfig", args: argparse.Namespace, world: 
     from trainyard.tools.trial import prepare_trial
 
     with prepare_trial(run, config, args.jobs, world, os.environ) as trial:
-        found: Diagnosis = diagnose(trial, seconds=args.seconds)
+        diagnosis: Diagnosis = diagnose(trial, seconds=args.seconds)
         operators = trace_steps(trial, args.trace) if args.trace and world.is_main else []
     if world.is_main:
-        write_atomically(run / _ANSWER, json.dumps({**encode_diagnosis(found), "operators": operators}))
+        write_atomically(run / _ANSWER, json.dumps({**encode_diagnosis(diagnosis), "operators": operators}))
     return 0
 
 

@@ -114,10 +114,10 @@ def _choose_cards(wanted: str, cluster: clusters.Cluster | None) -> dict[str, Gp
     chosen: dict[str, GpuType] = {}
     for name in wanted.split(",") if wanted else USUAL_CARDS if cluster is None else known:
         exact = known.get(name) or (_get_card(name) if cluster is None else None)
-        found = {key: card for key, card in known.items() if card.is_called(name)} if exact is None else {name: exact}
-        if not found:
+        cards = {key: card for key, card in known.items() if card.is_called(name)} if exact is None else {name: exact}
+        if not cards:
             raise UserError(f"--hw {name}: no such card.{suggest_nearest(name, names)} Cards: {', '.join(names)}.")
-        chosen |= found
+        chosen |= cards
     return chosen
 
 

@@ -45,7 +45,7 @@ def add_plan_option(verb: argparse.ArgumentParser) -> None:
 
 
 def find_cluster(wanted: str, *, job: str = "", dry: bool = False) -> clusters.Cluster:
-    """Return the requested cluster; if it has a group, its members may read what this process creates.
+    """Return the requested cluster; if it has a group, its members may read files of this process.
 
     Args:
         job: which a person may run without Slurm; "": none.
@@ -149,14 +149,14 @@ def _check_limits(plans: Sequence[Plan]) -> None:
         limits = rules.find_limits(**options)
         demand = count_demand(plan.kind, gpus=plan.gpus, nodes=plan.nodes, time_min=plan.time_min)
         if exceeded := find_exceeded(limits, demand):
-            found = describe_exceeded(exceeded, demand)
-            option, _, value = found.options.partition(" ")
-            fits = f"{found.options} (make: {option[2:].upper()}={value})"
+            wait = describe_exceeded(exceeded, demand)
+            option, _, value = wait.options.partition(" ")
+            fits = f"{wait.options} (make: {option[2:].upper()}={value})"
             if option == "--time" and plan.why_hw == PACKS:
                 fits = f"in {plan.cluster.path}, time_max: {value} for gpus.{plan.hw}, where the data are packed"
             elif not option or plan.why_hw == PACKS:
                 fits = "--qos NAME or --account NAME, whose limit is larger"
-            raise UserError(f"{found.text}, so it would never start. Request what fits: {fits}")
+            raise UserError(f"{wait.text}, so it would never start. Request what fits: {fits}")
         for limit in (limit for limit in limits if limit.name.startswith("MaxSubmit")):
             _check_room(plan, len(plans), limit, slurm.count_queued(user, limit))
 
@@ -209,11 +209,11 @@ def recall_families(run: Path, args: argparse.Namespace) -> None:
         require_trust([run], args, here=True, is_recalled=is_named)
 
 
-def wait_while_ending(found: Sequence[Path]) -> list[status.Status]:
+def wait_while_ending(folders: Sequence[Path]) -> list[status.Status]:
     """Return the statuses of runs, once Slurm is not just ending the job of one, for instance after `cancel`."""
     deadline, told = time.monotonic() + _ENDING_S, ""
     while True:
-        known, _ = status.read_statuses(found)
+        known, _ = status.read_statuses(folders)
         ending = next((one.slurm_job_id for one in known if one.is_ending), "")
         if not ending or time.monotonic() > deadline:
             return known

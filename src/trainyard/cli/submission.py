@@ -209,11 +209,11 @@ def _choose_local_ranks(wanted: int, *, cpu_ranks: int) -> tuple[int, list[Local
     if wanted < 1:
         raise UserError(f"--gpus {wanted}: a job needs at least one rank. Leave it out for one.")
     gpus = list_gpus()
-    found = count_visible_gpus(gpus, os.environ)
-    if wanted > max(1, found):
-        use = f"Use --gpus {found}." if found else f"Leave --gpus out to train on the CPU, or --cpu-ranks {wanted}."
-        raise UserError(f"{wanted} GPUs requested, but this machine has {found}. {use}")
-    return wanted, gpus if found else []
+    visible = count_visible_gpus(gpus, os.environ)
+    if wanted > max(1, visible):
+        use = f"Use --gpus {visible}." if visible else f"Leave --gpus out to train on the CPU, or --cpu-ranks {wanted}."
+        raise UserError(f"{wanted} GPUs requested, but this machine has {visible}. {use}")
+    return wanted, gpus if visible else []
 
 
 def _check_local_memory(

@@ -210,8 +210,8 @@ def _create_missing(
     data = compose_job(request, cluster)
     plan = make_plan(data.config, cluster, request.resources)
     own = [element.overrides for element in missing]
-    found = map(sweeps.Combination, own, configs.compose_each(sweep.job, sweep.fixed, own, args.jobs))
-    settled = _settle(list(found), plan, data, request, varies_micro_batch="micro_batch_size" in sweep.axes)
+    combinations = map(sweeps.Combination, own, configs.compose_each(sweep.job, sweep.fixed, own, args.jobs))
+    settled = _settle(list(combinations), plan, data, request, varies_micro_batch="micro_batch_size" in sweep.axes)
     sweeps.create_runs(missing, settled, environ=os.environ, group=cluster.group)
     say(f"{len(missing)} runs, which an interruption had left out, were created now.", file=sys.stderr)
 
@@ -230,19 +230,19 @@ def _submit_elements(
     parallel: int,
     most: int,
 ) -> list[str]:
-    found, packing_run, folder = [element.run for element in elements], None, sweep.folder / "slurm"
+    folders, packing_run, folder = [element.run for element in elements], None, sweep.folder / "slurm"
     if packing.plan is not None:
         check_against_slurm(packing.plan)
         place = sweeps.name_packing_run(sweep.folder, sweep.job)
         config, group = packing.plan.config, packing.plan.cluster.group
         origin = Origin.collect(os.environ)
         packing_run = create_run(sweep.folder, config, name=place.name, origin=origin, group=group)
-    for run in found:
+    for run in folders:
         record_rows(run, packed_where=packing.where)
     try:
         return submit.submit(
             plan,
-            found,
+            folders,
             folder=folder,
             code=code,
             parallel=parallel,
@@ -281,9 +281,9 @@ def _print_results(args: argparse.Namespace) -> int:
     missing = sweep_file.list_missing(sweep)
     present = [element.run for element in sweep.elements if element not in missing]
     states = _list_states(sweep, status.read_statuses(present)[0])
-    found = results.collect(sweep, states, metric=args.metric)
-    page = results.write(found)
-    say(f"{results.format_results(found)}\n{page}")
+    collected = results.collect(sweep, states, metric=args.metric)
+    page = results.write(collected)
+    say(f"{results.format_results(collected)}\n{page}")
     return 0
 
 

@@ -171,7 +171,7 @@ def _resume(args: argparse.Namespace) -> int:
 
 def _settle_changed_files(run: Path, wanted: str | None) -> None:
     if wanted:
-        for change in (found for found in changes.find_changes(run) if not found.can_resume):
+        for change in (each for each in changes.find_changes(run) if not each.can_resume):
             logger.warning("{}: {} {}ed", change.path, change.problem, wanted.removesuffix("e"))
     if wanted == "restore":
         changes.restore_files(run)
@@ -269,11 +269,11 @@ def _count_ranks(args: argparse.Namespace) -> int:
     import torch
 
     wanted: int = args.gpus
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted > found:
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted > visible:
         raise UserError(
-            f"{wanted} GPUs requested, but this machine has {found}. "
-            + (f"Use --gpus {found}." if found else "Leave --gpus (GPUS=) out to train on the CPU.")
+            f"{wanted} GPUs requested, but this machine has {visible}. "
+            + (f"Use --gpus {visible}." if visible else "Leave --gpus (GPUS=) out to train on the CPU.")
         )
     return wanted
 

@@ -38,14 +38,14 @@ def add_commands(verbs: Verbs) -> None:
 
 
 def _print_status(args: argparse.Namespace) -> int:
-    found = _resolve_names(args.run, args.runs) if args.run else runs.list_newest_runs(args.runs, 20)
+    folders = _resolve_names(args.run, args.runs) if args.run else runs.list_newest_runs(args.runs, 20)
     if args.used:
-        known = [s for s in status.read_statuses(found)[0] if s.slurm_job_id]
+        known = [s for s in status.read_statuses(folders)[0] if s.slurm_job_id]
         if not known:
             raise UserError("None of these runs is in Slurm, which counts a job's usage.")
         say(status.render_usage(known, query_usage(s.slurm_job_id for s in known)))
         return 0
-    return _print_runs(found, args.runs, status.render_table if len(found) <= 20 else status.render_overview)
+    return _print_runs(folders, args.runs, status.render_table if len(folders) <= 20 else status.render_overview)
 
 
 def _list_runs(args: argparse.Namespace) -> int:
@@ -54,11 +54,11 @@ def _list_runs(args: argparse.Namespace) -> int:
     return _print_runs(runs.list_newest_runs(args.runs, None, job=args.job), args.runs, status.render_table)
 
 
-def _print_runs(found: Sequence[Path], root: Path, render_runs: Callable[[Sequence[status.Status], float], str]) -> int:
-    if not found:
+def _print_runs(paths: Sequence[Path], root: Path, render_runs: Callable[[Sequence[status.Status], float], str]) -> int:
+    if not paths:
         say(f"{root.absolute()}: no runs yet.\nnext: trainyard run JOB, or submit JOB (trainyard jobs lists them)")
         return 0
-    known, note = status.read_statuses(found)
+    known, note = status.read_statuses(paths)
     say(render_runs(known, time.time()))
     if note:
         say(note, file=sys.stderr)
@@ -97,10 +97,10 @@ def _cancel(args: argparse.Namespace) -> int:
 
 def _resolve_names(names: Sequence[str], root: Path) -> list[Path]:
     """Return the runs with these names; the name of a sweep means all of its runs."""
-    found: list[Path] = []
+    folders: list[Path] = []
     for name in names:
         if sweep_file.exists(name, root.absolute()):
-            found += [element.run for element in sweep_file.load(name, root.absolute()).elements]
+            folders += [element.run for element in sweep_file.load(name, root.absolute()).elements]
         else:
-            found.append(runs.resolve_run(name, root))
-    return found
+            folders.append(runs.resolve_run(name, root))
+    return folders

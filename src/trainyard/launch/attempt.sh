@@ -365,7 +365,7 @@ ty_stop() { # ATTEMPT CODE CAUSE REASON
     exit "$2"
 }
 
-ty_tell() { # CAUSE REASON: run the site's command; whatever it does, this end stays what it is
+ty_tell() { # CAUSE REASON: run the site's command; whatever it does, this end stays the same
     [ "$1" != done ] || [ -z "${TRAINYARD_TASK-}" ] || return 0 # its training follows
     TRAINYARD_CAUSE=$1 TRAINYARD_REASON=$2 timeout 60 bash -c "$TRAINYARD_ON_END" \
         || echo "trainyard: on_end of the cluster file: exit code $?" >&2

@@ -170,12 +170,12 @@ def create_runs(
     elements: Sequence[Element], new: Sequence[NewRun], *, environ: Mapping[str, str], group: str = ""
 ) -> None:
     """Create the runs of some elements of a sweep; after an error there is none of them."""
-    origin, made = Origin.collect(environ), []
+    origin, folders = Origin.collect(environ), []
     create_common_folder(elements[0].run.parent, group=group)
 
     def create(element: Element, run: NewRun) -> None:
         root, name = element.run.parents[1], element.run.name
-        made.append(write_run(root, run.config, name=name, origin=origin, chosen=run.chosen, group=group))
+        folders.append(write_run(root, run.config, name=name, origin=origin, chosen=run.chosen, group=group))
 
     pool = ThreadPoolExecutor(DISK_THREADS)
     try:
@@ -184,7 +184,7 @@ def create_runs(
                 pass
     except BaseException:
         pool.shutdown(cancel_futures=True)
-        for created in made:
+        for created in folders:
             shutil.rmtree(created, ignore_errors=True)
         raise
     pool.shutdown()

@@ -134,16 +134,16 @@ def _warn_of_batch(
             config.global_batch_size,
             samples,
         )
-    found = describe_batch_statistics(
+    statistics = describe_batch_statistics(
         module,
         micro_batch_size=choices["micro_batch_size"].value,
         world_size=world.world_size,
         sync_batchnorm=choices["sync_batchnorm"].value,
     )
-    if found is not None:
-        record_choices(run, {"batch_statistics": found})
-        if found.value < FEW_SAMPLES:
-            logger.warning("{}", found.reason)
+    if statistics is not None:
+        record_choices(run, {"batch_statistics": statistics})
+        if statistics.value < FEW_SAMPLES:
+            logger.warning("{}", statistics.reason)
 
 
 def warn_of_few_samples(config: TrainConfig, sizes: Mapping[str, int], jobs_dir: Path) -> None:

@@ -79,7 +79,7 @@ def choose_data(
         environ: says where the user's own file is.
 
     Raises:
-        UserError: what was typed contradicts itself, a file of roots is invalid or not the user's own, or nothing gives
+        UserError: options contradict each other, a file of roots is invalid or not the user's own, or nothing gives
             the number of samples that this family synthesizes.
     """
     typed = {override.partition("=")[0] for override in overrides}

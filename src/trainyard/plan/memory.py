@@ -361,8 +361,8 @@ def complete_cache(
             processes.append(
                 subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
             )
-        said = [process.communicate()[0].strip().splitlines() for process in processes]
-        for process, lines in zip(processes, said, strict=True):
+        outputs = [process.communicate()[0].strip().splitlines() for process in processes]
+        for process, lines in zip(processes, outputs, strict=True):
             if process.returncode:
                 raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt): ", line)]
                 reason = (raised or lines or ["the process ended without a message"])[-1]

@@ -84,8 +84,8 @@ class Classifier(TrainModule):
 
     def compute_intervals(self, rows: Rows) -> dict[str, float]:
         """Return the 95 % intervals of `score`'s metrics over resampled images."""
-        found = scoring.bootstrap_class_metrics(rows["logits"], self._find_labels(rows), draws=self.draws)
-        return found.to_metrics()
+        intervals = scoring.bootstrap_class_metrics(rows["logits"], self._find_labels(rows), draws=self.draws)
+        return intervals.to_metrics()
 
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]

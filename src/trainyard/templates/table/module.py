@@ -88,10 +88,10 @@ class Perceptron(TrainModule):
         """Return the 95 % intervals of `score`'s metrics over resampled rows."""
         target = self._find_targets(rows)
         if self.scaling.classes:
-            found = scoring.bootstrap_class_metrics(rows["logits"], target.astype(np.int64), draws=self.draws)
+            intervals = scoring.bootstrap_class_metrics(rows["logits"], target.astype(np.int64), draws=self.draws)
         else:
-            found = scoring.bootstrap_error_metrics(rows["predicted"], target, draws=self.draws)
-        return found.to_metrics()
+            intervals = scoring.bootstrap_error_metrics(rows["predicted"], target, draws=self.draws)
+        return intervals.to_metrics()
 
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]

@@ -55,9 +55,9 @@ def fit_artifacts(raw: Path, config: Config) -> Mapping[str, str]:
 
 def log_reading(raw: Path, config: Config) -> None:
     """Log which columns are read as numbers, and which as categories."""
-    found = Scaling.from_artifacts(fit_artifacts(raw, config))
-    logger.info("numbers: {}", ", ".join(found.numbers) or "none")
-    counted = ", ".join(f"{name} ({len(values)} values)" for name, values in found.categories.items())
+    scaling = Scaling.from_artifacts(fit_artifacts(raw, config))
+    logger.info("numbers: {}", ", ".join(scaling.numbers) or "none")
+    counted = ", ".join(f"{name} ({len(values)} values)" for name, values in scaling.categories.items())
     logger.info("categories: {}", counted or "none")
 
 
