@@ -51,30 +51,30 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
 
 def _list_samples(raw: Path, config: Config, *, trains: bool) -> Iterator[Sample]:
     listing = list_prints(raw, config.packing)
-    _refuse_wsq_without_decoder([one.path for one in listing.prints])
+    _refuse_wsq_without_decoder([file.path for file in listing.prints])
     first: dict[str, Print] = {}
-    for one in listing.prints:
-        earliest = first.setdefault(one.finger, one)
-        first[one.finger] = min(earliest, one, key=lambda print_: print_.impression)
-    for one in listing.prints:
+    for file in listing.prints:
+        earliest = first.setdefault(file.finger, file)
+        first[file.finger] = min(earliest, file, key=lambda print_: print_.impression)
+    for file in listing.prints:
         if config.packing.ridges == "placed":
-            of_finger = first[one.finger]
+            of_finger = first[file.finger]
             frame = (raw / of_finger.path, of_finger.dpi) if trains else None
-            load = _choose_placed_loader(raw / one.path, config, stated_dpi=one.dpi, frame=frame)
+            load = _choose_placed_loader(raw / file.path, config, stated_dpi=file.dpi, frame=frame)
         else:
             minutiae = config.packing.minutiae if trains else "none"
-            load = _choose_loader(raw / one.path, config, stated_dpi=one.dpi, minutiae=minutiae)
+            load = _choose_loader(raw / file.path, config, stated_dpi=file.dpi, minutiae=minutiae)
         yield Sample(
-            key=one.path,
+            key=file.path,
             load=load,
             columns={
-                "finger": one.finger,
-                "impression": one.impression,
-                "set": one.set,
-                "split": one.split,
-                "dpi": one.dpi,
+                "finger": file.finger,
+                "impression": file.impression,
+                "set": file.set,
+                "split": file.split,
+                "dpi": file.dpi,
             },
-            source=raw / one.path,
+            source=raw / file.path,
         )
     for path, reason in listing.unreadable.items():
         yield Sample(key=path, load=partial(_refuse, reason), source=raw / path)

@@ -49,7 +49,7 @@ def build_untrained(model: ModelSettings, *, categories: int, most: int, device:
         fcos.transform.min_size, fcos.transform.max_size = (sides[0],), sides[1]
         detections = fcos(list(x_BCHW))
         boxes, scores, labels = (
-            nn.utils.rnn.pad_sequence([one[key] for one in detections], batch_first=True)
+            nn.utils.rnn.pad_sequence([row[key] for row in detections], batch_first=True)
             for key in ("boxes", "scores", "labels")
         )
         return boxes, scores, labels

@@ -135,7 +135,7 @@ def read_folder(folder: PairedFolder) -> Annotations:
     if unlabelled := sum(path is None for _, path in folder.pairs):
         logger.info("{}: {} images without a file of labels have no objects", folder.raw, unlabelled)
     ids = {entry.category_id for entry in objects}
-    names = enumerate(folder.classes) if folder.classes else ((one, one) for one in sorted(ids, key=str))
+    names = enumerate(folder.classes) if folder.classes else ((key, key) for key in sorted(ids, key=str))
     return Annotations(images, objects, [CategoryEntry(number, name) for number, name in names])
 
 
@@ -204,7 +204,7 @@ def _read_list(path: Path, raw: Path, images: Mapping[str, Any], base: Path | No
         name = PurePosixPath(parts[-1] if parts else "")
         parts[-1:] = [name.stem if name.suffix.lower() in IMAGES else name.name]
         tails = [parts[start:] for start in range(len(parts))]
-        keys = [_make_key(one) for tail in tails for one in ([*folder, *tail], tail)]
+        keys = [_make_key(place) for tail in tails for place in ([*folder, *tail], tail)]
         if (key := next((key for key in keys if key in images), None)) is None:
             raise UserError(
                 f"{path}, line {line}: there is no image '{text.strip()}' in {raw}. Add it, or remove the line."

@@ -68,8 +68,8 @@ def _read_ids(path: Path) -> tuple[dict[str, Id], dict[str, Id]]:
     """Return the id of each file name and of each category name."""
     expected = "COCO's `images` with id and file_name, and `categories` with id and name: --annotations FILE.json"
     content = read_json(path, _Ids, expected=expected)
-    images = {compose_letters(one.file_name): one.id for one in content.images}
-    return images, {one.name: one.id for one in content.categories}
+    images = {compose_letters(entry.file_name): entry.id for entry in content.images}
+    return images, {entry.name: entry.id for entry in content.categories}
 
 
 def _read_detections(table: Path, name: str, text: str) -> list[tuple[str, float, float, float, float, float]]:

@@ -65,5 +65,5 @@ def _read_objects(path: Path, image: int) -> Iterator[ObjectEntry]:
         *box, score, category, _, _ = values
         is_ignored = score == 0 or category in (REGION, OTHERS)
         numbers = range(1, len(NAMES) + 1) if category in (REGION, OTHERS) else [category]
-        for one in numbers:
-            yield ObjectEntry(image, one, [float(value) for value in box], ignore=is_ignored)
+        for label in numbers:
+            yield ObjectEntry(image, label, [float(value) for value in box], ignore=is_ignored)

@@ -208,9 +208,9 @@ def compare_descriptors(
 
 def compare_cells(rotations: Sequence[Cells], other: Cells, least_votes: float) -> tuple[float, float]:
     """Return the votes for the displacement with most of them, and the margin there, as `Evidence`."""
-    if not len(other.place_L2) or not all(len(one.place_L2) for one in rotations):
+    if not len(other.place_L2) or not all(len(turned.place_L2) for turned in rotations):
         return 0.0, 0.0
-    similar_TLM = [other.descriptor_LD @ one.descriptor_LD.T for one in rotations]
+    similar_TLM = [other.descriptor_LD @ turned.descriptor_LD.T for turned in rotations]
     votes_THH = blur(torch.stack([vote(*pair, other) for pair in zip(similar_TLM, rotations, strict=True)]), VOTE_CELLS)
     t, y, x = (int(at) for at in np.unravel_index(int(votes_THH.argmax()), votes_THH.shape))
     votes = float(votes_THH[t, y, x]) / (len(other.place_L2) + FEW_CELLS)
