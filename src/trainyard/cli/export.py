@@ -19,7 +19,6 @@ SUFFIXES = {"safetensors": ".safetensors", "torch-export": ".pt2", "onnx": ".onn
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the command."""
     doc = "write a run's weights, or its network with its preprocessing, to one file for other programs"
     verb = add_verb(verbs, "export", _export, doc)
     verb.add_argument("run", help="its folder, or a job for that job's newest run with weights")

@@ -1,4 +1,4 @@
-"""The commands for a family of one's own: new and check-family."""
+"""The commands for writing a family: new and check-family."""
 
 import argparse
 import shlex
@@ -16,8 +16,7 @@ from trainyard.tools.new_family import create_family, list_templates
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the commands."""
-    verb = add_verb(verbs, "new", _create, "write a family of one's own, which trains on a folder at once")
+    verb = add_verb(verbs, "new", _create, "write a family, which trains on a folder at once")
     verb.add_argument("family", help="its name, such as birds")
     verb.add_argument("--like", choices=list_templates(), default="images", help="kind of its samples; default: images")
     verb.set_defaults(jobs=Path("jobs"))

@@ -53,7 +53,6 @@ SHARE_LEFT = 0.9
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the commands."""
     add_verb(verbs, "jobs", _list_jobs, "list the jobs you can run, and what runs here")
     verb = add_verb(verbs, "options", _list_options, "list a job's options, with values and meaning")
     verb.add_argument("job")

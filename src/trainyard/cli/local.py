@@ -16,7 +16,6 @@ from trainyard.text import format_override, quote_path
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the commands."""
     verb = add_verb(verbs, "pack", _pack, "write raw files into shards, or finish writing them")
     verb.add_argument("job")
     verb.add_argument("raw", type=Path, help="folder of raw files")

@@ -33,7 +33,6 @@ _ANSWER = "diagnosis.json"
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the commands."""
     doc = "measure what limits a job's training on this machine, and what fixing it would give"
     verb = add_verb(verbs, "doctor", _doctor, doc)
     verb.add_argument("job", nargs="?", default="")

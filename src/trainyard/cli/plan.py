@@ -43,7 +43,6 @@ USUAL_CARDS = ("p100-16-pcie", "2080ti", "a5000", "a100-40-sxm", "a100-80-sxm", 
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the command."""
     verb = add_verb(verbs, "plan", _plan, "how a job's global batch fits on each card, before anything is queued")
     verb.add_argument("job", nargs="?", default="", help="preset, such as fingerprint_1m: trainyard jobs")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")

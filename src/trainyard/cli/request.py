@@ -214,7 +214,7 @@ def wait_while_ending(folders: Sequence[Path]) -> list[status.Status]:
     deadline, told = time.monotonic() + _ENDING_S, ""
     while True:
         known, _ = status.read_statuses(folders)
-        ending = next((one.slurm_job_id for one in known if one.is_ending), "")
+        ending = next((run.slurm_job_id for run in known if run.is_ending), "")
         if not ending or time.monotonic() > deadline:
             return known
         if ending != told:

@@ -14,7 +14,6 @@ from trainyard.terminal import say
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the commands."""
     verb = add_verb(verbs, "cluster-check", _check_cluster, "compare a cluster file with the Slurm it describes")
     verb.add_argument("cluster", nargs="?", default="", help="slurm/NAME.yaml, or a path; default: by Slurm's name")
     verb = add_verb(verbs, "gc", _gc, "list disk usage and the runs that need it; delete the named items")

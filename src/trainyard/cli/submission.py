@@ -58,7 +58,6 @@ class _Chosen:
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the command."""
     verb = add_verb(verbs, "submit", _submit, "train a job on a cluster: plan, submit, return")
     verb.add_argument("job", help="preset, such as fingerprint_1m: trainyard jobs")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")

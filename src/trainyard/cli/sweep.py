@@ -52,7 +52,6 @@ from trainyard.text import count_nouns
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the commands."""
     verb = add_verb(verbs, "sweep", _run_sweep, "run a job with many settings, as one Slurm array")
     verb.add_argument("job", nargs="?", help="preset")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="options that all runs share")

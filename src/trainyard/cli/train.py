@@ -39,7 +39,6 @@ from trainyard.train.world import find_idle_nodes, read_world
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the commands."""
     verb = add_verb(verbs, "run", _run, "train a job here: on one GPU, several, or the CPU")
     verb.add_argument("job", help="preset, such as fingerprint_demo: trainyard jobs")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")

@@ -22,7 +22,6 @@ SHOWN = 20
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the commands."""
     doc = "score a run's weights, and its family's baselines, on labelled folders: metrics, intervals, figures"
     verb = _add_use_verb(verbs, "evaluate", _evaluate, doc)
     verb.add_argument("folders", nargs="+", metavar="FOLDER", help="labelled raw files as for training, or packed data")
@@ -97,8 +96,8 @@ def _evaluate(args: argparse.Namespace) -> int:
         raise UserError(f"Name a folder to evaluate: {command}")
     evals = evaluate(run, folders, args.jobs, split=args.split, overrides=options, with_baselines=not args.no_baseline)
     say(format_evaluations(evals))
-    for one in evals:
-        say(f"{one.describe()} Written: {one.path}")
+    for item in evals:
+        say(f"{item.describe()} Written: {item.path}")
     say(f"next: trainyard report {quote_path(args.run)}")
     return 0
 

@@ -19,7 +19,6 @@ _WATCH_S = 30
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the commands."""
     verb = add_verb(verbs, "status", _print_status, "list runs that wait, run or ended recently")
     verb.add_argument("run", nargs="*", help="runs, jobs or sweeps; default: the 20 newest runs")
     verb.add_argument("--used", action="store_true", help="resources that they requested of Slurm, and used")
