@@ -25,7 +25,7 @@ def main() -> int:
 
 def check_python(version: tuple[int, int]) -> str:
     """Return a warning or an error about this version of Python, "" if it is a supported one."""
-    (oldest, newest), given = (".".join(map(str, one)) for one in PYTHONS), ".".join(map(str, version))
+    (oldest, newest), given = (".".join(map(str, pair)) for pair in PYTHONS), ".".join(map(str, version))
     if version < PYTHONS[0]:
         return f"trainyard needs Python {oldest} to {newest}, and this is {given} ({sys.executable})."
     if version > PYTHONS[1]:

@@ -391,7 +391,7 @@ def _find_full_disk(error: BaseException | None) -> OSError | None:
 def _find_failed(error: BaseException | None, numbers: Sequence[int]) -> OSError | None:
     """Return the error of a file that an exception comes from, if it is one of these numbers."""
     seen: list[BaseException] = []  # libraries raise errors again, and then two may name each other
-    while error is not None and not any(error is one for one in seen):
+    while error is not None and not any(error is cause for cause in seen):
         if isinstance(error, OSError) and error.errno in numbers:
             return error
         seen.append(error)
@@ -519,7 +519,7 @@ def parse_json(text: bytes | str, *, parse_float: Callable[[str], float] = float
 
 def _is_deeper(value: Any, levels: int) -> bool:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels < 0 or any(_is_deeper(one, levels - 1) for one in inner if isinstance(one, dict | list))
+    return levels < 0 or any(_is_deeper(item, levels - 1) for item in inner if isinstance(item, dict | list))
 
 
 _MOST_LEVELS = 100

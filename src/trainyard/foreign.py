@@ -233,8 +233,8 @@ def _find_delimiter(
             errors.append(error)
         else:
             headers[delimiter] = [clean(name.strip()) for name in cells]
-    fitting = [one for one, names in headers.items() if set(columns) <= set(names)]
-    best = max(fitting or headers, key=lambda one: len(headers[one]), default="")
+    fitting = [mark for mark, names in headers.items() if set(columns) <= set(names)]
+    best = max(fitting or headers, key=lambda mark: len(headers[mark]), default="")
     names = headers.get(best, [])
     if errors and len(names) < 2:
         raise errors[0]

@@ -515,14 +515,14 @@ def _check_channels(f: Field[Any], name: str, value: Any, *, channels: int) -> N
 
 def _check_value(f: Field[Any], name: str, value: Any) -> None:
     rule = f.metadata
-    for one in value if isinstance(value, list) else [value]:
-        if rule.get("choices") and one not in rule["choices"]:
+    for item in value if isinstance(value, list) else [value]:
+        if rule.get("choices") and item not in rule["choices"]:
             each = "each entry one" if isinstance(value, list) else "one"
-            raise UserError(f"{name}={one}: expected {each} of {', '.join(rule['choices'])}.")
+            raise UserError(f"{name}={item}: expected {each} of {', '.join(rule['choices'])}.")
         if rule.get("duration"):
-            _check_duration(name, one, allows_zero=rule.get("low") == 0)
-        elif isinstance(one, int | float):
-            _check_number(name, one, low=rule.get("low"), high=rule.get("high"))
+            _check_duration(name, item, allows_zero=rule.get("low") == 0)
+        elif isinstance(item, int | float):
+            _check_number(name, item, low=rule.get("low"), high=rule.get("high"))
 
 
 def _check_number(name: str, number: float, *, low: float | None, high: float | None) -> None:

@@ -154,13 +154,13 @@ def build_neutral(regions: np.ndarray, *, letterbox: tuple[int, int] | None = No
         letterbox: height and width of the model's input to fit each region into; None: stretch the region.
     """
     count = len(regions)
-    one, zero = np.ones(count), np.zeros(count)
+    ones, zero = np.ones(count), np.zeros(count)
     return Parameters(
-        box=_fit_letterbox(regions, *letterbox, one, place=None) if letterbox else regions.astype(np.int32),
+        box=_fit_letterbox(regions, *letterbox, ones, place=None) if letterbox else regions.astype(np.int32),
         flip=np.zeros(count, dtype=bool),
-        theta=_compute_theta(zero, one, np.zeros((2, count)), 1.0),
-        gain=one.astype(np.float32),
-        contrast=one.astype(np.float32),
+        theta=_compute_theta(zero, ones, np.zeros((2, count)), 1.0),
+        gain=ones.astype(np.float32),
+        contrast=ones.astype(np.float32),
     )
 
 

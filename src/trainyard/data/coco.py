@@ -94,7 +94,7 @@ def read_annotations(path: Path) -> Annotations:
     _refuse_repeated(path, "image", (image.id for image in content.images))
     _refuse_repeated(path, "annotation", (entry.id for entry in content.annotations if entry.id is not None))
     _refuse_repeated(path, "category", (category.id for category in content.categories))
-    images, categories = {image.id for image in content.images}, {one.id: one.name for one in content.categories}
+    images, categories = {image.id for image in content.images}, {kind.id: kind.name for kind in content.categories}
     refuse_mixed_categories(path, categories)
     for name, count in Counter(categories.values()).items():
         if count > 1:
@@ -111,7 +111,7 @@ def read_annotations(path: Path) -> Annotations:
                 "annotation."
             )
         if entry.category_id not in categories:
-            known = join_names([f"{one!r} {name}" for one, name in sorted(categories.items())])
+            known = join_names([f"{kind!r} {name}" for kind, name in sorted(categories.items())])
             raise UserError(
                 f"{where} has category {entry.category_id!r}, which is unknown. Known: {known}. Add it to the "
                 "categories, or remove the annotation."
@@ -123,7 +123,7 @@ def read_annotations(path: Path) -> Annotations:
 
 def refuse_mixed_categories(path: Path, ids: Iterable[Id]) -> None:
     """Refuse category ids of which some are numbers and some are texts: they have no common order."""
-    by_type = {type(one): one for one in ids}
+    by_type = {type(key): key for key in ids}
     if len(by_type) > 1:
         raise UserError(
             f"{path}: the category ids {' and '.join(map(repr, by_type.values()))} are a number and a text. Write all "

@@ -64,6 +64,6 @@ def _list_imports(file: Path, *, name: str = "") -> list[Path]:
             module = file.parents[node.level - 1].joinpath(*(node.module or "").split("."))
             names = [alias.name for alias in node.names]
             if not name or name in names:
-                places = [module, *(module / one for one in names)]
+                places = [module, *(module / part for part in names)]
                 files += [path for place in places for path in (place.with_suffix(".py"), place / "__init__.py")]
     return [path for path in files if path.is_file()]

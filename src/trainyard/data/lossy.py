@@ -76,7 +76,7 @@ def measure_loss(samples: Iterable[Sample], data: ShardSet, image: ImageSettings
         before = _resize(resizer, original, {**sample.columns, **loaded})
         after = _resize(resizer, stored.tobytes(), {name: int(column[i[0]]) for name, column in data.columns.items()})
         noise.append(float(np.square(before - after).mean()))
-    psnr = [10 * float(np.log10(255**2 / one)) for one in noise if one > 0]
+    psnr = [10 * float(np.log10(255**2 / value)) for value in noise if value > 0]
     worst, median = (min(psnr), statistics.median(psnr)) if psnr else (None, None)
     store = name_store(data.records, data.meta)
     loss = Loss(store, len(by_key), kept, file_bytes, stored_bytes, worst, median)

@@ -160,7 +160,9 @@ def read_listing(samples: Iterable[Sample], meta: dict[str, Any]) -> Listing:
 
 def _stamp(samples: Iterable[Sample]) -> Iterator[tuple[Sample, _Stamp]]:
     """Yield samples with the size and time of their raw files, which are checked."""
-    return ((one, None if info is None else (info.st_size, info.st_mtime_ns)) for one, info in check_sources(samples))
+    return (
+        (sample, None if info is None else (info.st_size, info.st_mtime_ns)) for sample, info in check_sources(samples)
+    )
 
 
 def _join_stamps(samples: Iterable[Sample], listing: Listing) -> Iterator[tuple[Sample, _Stamp]]:
@@ -416,7 +418,7 @@ def _write_index(file: h5py.File, written: Sequence[WrittenShard]) -> None:
         group, records = file.create_group(f"records/{name}"), [part.records[name] for part in parts]
         group.attrs.update(kind=records[0]["kind"], dtype=records[0]["dtype"])
         for place in _PLACES:
-            group[place] = np.concatenate([one[place] for one in records])
+            group[place] = np.concatenate([record[place] for record in records])
 
 
 _PLACES = ("start", "size", "crc", "shape")
@@ -425,14 +427,14 @@ _PLACES = ("start", "size", "crc", "shape")
 def _refuse_other_records(first: "_Part", part: "_Part") -> None:
     """Refuse a shard whose samples have other records or columns than those of the first."""
     forms = [
-        {name: " (numbers)" if isinstance(column, np.ndarray) else " (texts)" for name, column in one.columns.items()}
-        | {name: f" ({r['kind']} {_get_fixed_shape(r)} of {r['dtype']})" for name, r in one.records.items()}
-        for one in (first, part)
+        {name: " (numbers)" if isinstance(column, np.ndarray) else " (texts)" for name, column in side.columns.items()}
+        | {name: f" ({r['kind']} {_get_fixed_shape(r)} of {r['dtype']})" for name, r in side.records.items()}
+        for side in (first, part)
     ]
     if forms[0] != forms[1]:
         fields, expected = (
-            join_names([f"{name}{form}" for name, form in one.items() if other.get(name) != form], most=3) or "fewer"
-            for one, other in (forms[::-1], forms)
+            join_names([f"{name}{form}" for name, form in side.items() if other.get(name) != form], most=3) or "fewer"
+            for side, other in (forms[::-1], forms)
         )
         raise PackError(
             f"Sample '{part.columns[KEY][0]}' and those after it have {fields}, and '{first.columns[KEY][0]}' has "

@@ -273,7 +273,7 @@ def verify_packed(folder: Path, *, hook: Callable[[], None] = lambda: None) -> N
 
     damaged = list(verify(folder, lambda bytes_read: hook()))
     if damaged:
-        named = "".join(f"\n  {one.shard}: {one.what}: {one.reason}" for one in damaged[:_MOST_NAMED])
+        named = "".join(f"\n  {damage.shard}: {damage.what}: {damage.reason}" for damage in damaged[:_MOST_NAMED])
         raise UserError(
             f"{folder}: {len(damaged)} damaged, although just packed or found packed:{named}\n"
             f"Delete the folder, which packs again: rm -r {shlex.quote(str(folder))}"
@@ -332,7 +332,7 @@ def describe_synthetic(count: int) -> str:
 
 
 def suggest_first_try(config: TrainConfig, jobs_dir: Path) -> str:
-    """Return a sentence that names the family's preset for a few files of one's own; "" if it has none, or it runs."""
+    """Return a sentence that names the family's preset for a few of the user's files; "" if it has none, or it runs."""
     few = f"{config.family}_few"
     if config.job == few or not (jobs_dir / config.family / f"{few}.yaml").is_file():
         return ""
@@ -503,7 +503,7 @@ class Seen:
 
     def estimate_bytes(self) -> int:
         """Return the size of all raw files, by the mean of those whose samples were kept."""
-        sizes = [path.stat().st_size for path in {one.source for one in self._kept} if path and path.is_file()]
+        sizes = [path.stat().st_size for path in {sample.source for sample in self._kept} if path and path.is_file()]
         return len(self._sources) * sum(sizes) // max(len(sizes), 1)
 
     def describe_examples(self) -> list[str]:

@@ -90,7 +90,7 @@ def list_folder(folder: Path) -> list[Entry]:
             visible = [entry for entry in entries if not entry.name.startswith(".")]
     except OSError as error:
         raise UserError(f"{folder}: cannot be listed ({error.strerror}). Give yourself the right to read it.") from None
-    described = sorted(_describe_entry(one) for one in visible)
+    described = sorted(_describe_entry(item) for item in visible)
     if listed is not None:
         listed.entries[folder] = described
         listed.times[str(folder.absolute())] = time_ns
@@ -205,9 +205,9 @@ def find_file(folder: Path, parts: Sequence[str]) -> Path | None:
     matches = [folder]
     for part in parts:
         same = compose_letters(part)
-        entries = [(one, entry.name) for one in matches if one.is_dir() for entry in list_folder(one)]
-        matches = [one / name for one, name in entries if compose_letters(name) == same]
-    matches = [one for one in matches if one.is_file()]
+        entries = [(place, entry.name) for place in matches if place.is_dir() for entry in list_folder(place)]
+        matches = [place / name for place, name in entries if compose_letters(name) == same]
+    matches = [place for place in matches if place.is_file()]
     if len(matches) > 1:
         raise UserError(f"{matches[0]} and {matches[1]}: two spellings of one name. Rename one of them.")
     return matches[0] if matches else None
@@ -273,7 +273,7 @@ def check_sources(samples: "Iterable[Sample]") -> "Iterator[tuple[Sample, os.sta
         while chunk := list(islice(stream, _THREADS * _FILES_PER_TASK)):
             tasks = [chunk[begin : begin + _FILES_PER_TASK] for begin in range(0, len(chunk), _FILES_PER_TASK)]
             stats = pool.map(_stat_sources, tasks)
-            for sample, status in zip(chunk, (one for batch in stats for one in batch), strict=True):
+            for sample, status in zip(chunk, (info for batch in stats for info in batch), strict=True):
                 if sample.source is not None and status is not None:
                     path, folder = sample.source, hash(sample.source.parent)
                     first = folders.setdefault(hash((status.st_dev, status.st_ino, path.name)), folder)

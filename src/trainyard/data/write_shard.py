@@ -99,7 +99,7 @@ class _JoinedBlobs:
 
     def get_parts(self) -> list[memoryview]:
         """Return all bytes, in parts that follow each other."""
-        return [memoryview(one)[: one.tell()] for one in self._maps]
+        return [memoryview(memory)[: memory.tell()] for memory in self._maps]
 
 
 @dataclass(frozen=True)

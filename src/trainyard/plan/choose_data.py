@@ -216,5 +216,5 @@ def _choose_synthetic_count(config: TrainConfig, jobs_dir: Path) -> tuple[int, s
 
 def _format_command(typed: Sequence[str], word: str) -> str:
     """Return the command that was typed, with other data."""
-    kept = [one for one in typed if one != "--synthetic" and not one.startswith(("data.path=", "data.synthetic="))]
+    kept = [part for part in typed if part != "--synthetic" and not part.startswith(("data.path=", "data.synthetic="))]
     return shlex.join(["trainyard", *kept, word])

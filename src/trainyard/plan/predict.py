@@ -136,9 +136,9 @@ def _predict_splits(config: TrainConfig, jobs_dir: Path, out: Path, cards: Seque
     def predict(setting: StepConfig) -> StepPrediction:
         # A step in bf16 takes as much as one in fp16, less the copies of buffers for a step that loss scaling skips.
         as_fp16 = replace(setting, dtype="fp16") if setting.dtype == "bf16" else setting
-        for one in (as_fp16, setting):
-            if one not in predictions.steps:
-                predictions.steps[one] = predictions.steps.get(as_fp16) or predictor.predict(one)
+        for step in (as_fp16, setting):
+            if step not in predictions.steps:
+                predictions.steps[step] = predictions.steps.get(as_fp16) or predictor.predict(step)
         return predictions.steps[setting]
 
     for key in cards:

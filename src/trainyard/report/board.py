@@ -67,7 +67,7 @@ def write_board(root: Path) -> tuple[Path, int]:
     with exclusive_lock(root / _GUARD):  # of two writers, the later one sees the earlier one's page
         statuses, note = read_statuses(runs)
         statuses.sort(
-            key=lambda one: (one.snapshot.created or estimate_creation_time(one.run), format_run_name(one.run)),
+            key=lambda item: (item.snapshot.created or estimate_creation_time(item.run), format_run_name(item.run)),
             reverse=True,
         )
         active = sum(status.state in ACTIVE for status in statuses)

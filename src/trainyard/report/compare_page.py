@@ -63,7 +63,7 @@ def write_comparison(runs: Sequence[Path], page: Path) -> str:
         for name, story, own in zip(names, stories, options, strict=True)
     ]
     sign = 1 if mode == "min" else -1
-    compared.sort(key=lambda one: sign * one.line[metric] if one.line else math.inf)
+    compared.sort(key=lambda item: sign * item.line[metric] if item.line else math.inf)
     verdict = judge_runs(compared, metric, mode=mode)
     better = "lower" if mode == "min" else "higher"
     title = f"{len(runs)} runs of {stories[0].job if len({s.job for s in stories}) == 1 else options[0]['family']}"
@@ -87,7 +87,7 @@ def judge_runs(compared: Sequence[Compared], metric: str, *, mode: str) -> str:
     Args:
         found: best first.
     """
-    scored = {one.name: one.line for one in compared if one.line is not None}
+    scored = {run.name: run.line for run in compared if run.line is not None}
     if len(scored) < 2:
         return f"Fewer than two runs have {metric} on one set, so they cannot be ranked."
     lacking = [name for name, line in scored.items() if not has_interval(line, metric)]
@@ -149,14 +149,14 @@ def _render_results(compared: Sequence[Compared], metric: str) -> str:
     header = ["run", metric, "ended", "steps", "running time", "samples/s (median)"]
     rows = [
         [
-            f"{place}  {one.name}",
-            format_metric(one.line, metric) if one.line else "-",
-            one.story.status,
-            f"{one.story.step:,}",
-            format_duration(one.story.elapsed_s),
-            "-" if one.story.samples_per_s is None else format_value(one.story.samples_per_s),
+            f"{place}  {run.name}",
+            format_metric(run.line, metric) if run.line else "-",
+            run.story.status,
+            f"{run.story.step:,}",
+            format_duration(run.story.elapsed_s),
+            "-" if run.story.samples_per_s is None else format_value(run.story.samples_per_s),
         ]
-        for place, one in enumerate(compared, start=1)
+        for place, run in enumerate(compared, start=1)
     ]
     return render_table(header, rows)
 
@@ -164,11 +164,11 @@ def _render_results(compared: Sequence[Compared], metric: str) -> str:
 def _render_legend(compared: Sequence[Compared], page: Path) -> str:
     """Return each run with its place, the colour of its curves, and a link to its own report."""
     rows = []
-    for place, one in enumerate(compared, start=1):
-        target = quote(os.path.relpath(one.story.run / "report.html", page.absolute().parent))
+    for place, run in enumerate(compared, start=1):
+        target = quote(os.path.relpath(run.story.run / "report.html", page.absolute().parent))
         colour, _ = _choose_style(place)
         square = f'<span style="color:{colour}">&#9632;</span>'
-        rows.append(f'<p>{square} {place} <a href="{target}">{escape(one.name)}</a></p>')
+        rows.append(f'<p>{square} {place} <a href="{target}">{escape(run.name)}</a></p>')
     return "".join(rows)
 
 
@@ -178,13 +178,13 @@ def _choose_style(place: int) -> tuple[str, str]:
 
 
 def _render_differences(compared: Sequence[Compared]) -> str:
-    names = dict.fromkeys(name for one in compared for name in one.options if name not in _NAMES_ONLY)
+    names = dict.fromkeys(name for run in compared for name in run.options if name not in _NAMES_ONLY)
     rows = []
     for name in names:
-        values = [format_value(one.options[name]) if name in one.options else "-" for one in compared]
+        values = [format_value(run.options[name]) if name in run.options else "-" for run in compared]
         if len(set(values)) > 1:
             rows.append([name, *values])
-    header = ["option", *(f"{place}  {one.name}" for place, one in enumerate(compared, start=1))]
+    header = ["option", *(f"{place}  {run.name}" for place, run in enumerate(compared, start=1))]
     return render_table(header, rows) if rows else "<p>None: the runs differ in nothing that an option says.</p>"
 
 
@@ -192,9 +192,9 @@ def _draw_curves(compared: Sequence[Compared], split: str, metric: str) -> list[
 
     def draw_losses(axes: "Axes") -> None:
         everything = []
-        for place, one in enumerate(compared, start=1):
+        for place, run in enumerate(compared, start=1):
             colour, line = _choose_style(place)
-            steps, losses = one.story.list_step_losses()
+            steps, losses = run.story.list_step_losses()
             mean = compute_running_mean(losses, max(1, len(losses) // 25))
             axes.plot(steps, mean, color=colour, linestyle=line, label=str(place))
             everything += [value for value in mean.tolist() if math.isfinite(value)]
@@ -204,9 +204,9 @@ def _draw_curves(compared: Sequence[Compared], split: str, metric: str) -> list[
         axes.legend(title="run")
 
     def draw_metric(axes: "Axes") -> None:
-        for place, one in enumerate(compared, start=1):
+        for place, run in enumerate(compared, start=1):
             colour, style = _choose_style(place)
-            lines = [line for line in one.story.list_evaluations(split) if metric in line]
+            lines = [line for line in run.story.list_evaluations(split) if metric in line]
             marker = MARKERS[(place - 1) % len(MARKERS)]
             steps, values = [line["step"] for line in lines], [line[metric] for line in lines]
             axes.plot(steps, values, color=colour, linestyle=style, marker=marker, markersize=4, label=str(place))
@@ -214,9 +214,9 @@ def _draw_curves(compared: Sequence[Compared], split: str, metric: str) -> list[
         axes.legend(title="run")
 
     plots = []
-    if any(one.story.train for one in compared):
+    if any(run.story.train for run in compared):
         plots.append(Plot("losses", "Training loss", draw_figure("Training loss", draw_losses)))
-    if any(line["split"] == split for one in compared for line in one.story.evals):
+    if any(line["split"] == split for run in compared for line in run.story.evals):
         title = f"{metric} on {split}"
         plots.append(Plot("metric", title, draw_figure(title, draw_metric)))
     return plots

@@ -62,8 +62,8 @@ def find_headline(story: RunStory) -> Headline:
         *([chose] if chose else []),
         f"{_WORDS[mode]} is better",
     ]
-    shown = [one for one in dict.fromkeys([baseline, _find_baseline(monitor, line), untrained]) if one]
-    parts += [place if one is rival else f"{one.name} {format_score(one.value)}" for one in shown]
+    shown = [method for method in dict.fromkeys([baseline, _find_baseline(monitor, line), untrained]) if method]
+    parts += [place if method is rival else f"{method.name} {format_score(method.value)}" for method in shown]
     return Headline(
         metric,
         format_metric(line, metric),
@@ -175,7 +175,7 @@ def _find_rival(story: RunStory, metric: str, mode: str, line: Line) -> tuple[Ba
 
 def _find_untrained(story: RunStory, metric: str, line: Line) -> Baseline | None:
     """Return the evaluation of the same set before the first step, if there is one (eval_on_start)."""
-    untrained: Line = next((one for one in story.untrained if one["split"] == line["split"]), {})
+    untrained: Line = next((each for each in story.untrained if each["split"] == line["split"]), {})
     value = untrained.get(metric)
     return Baseline("the model before training", value) if isinstance(value, float) and math.isfinite(value) else None
 

@@ -169,7 +169,7 @@ _NO_CURVE = '<p class="soft">Nothing was recorded at two steps yet, so there is 
 
 def _render_samples(run: Path, evaluations: Sequence[Evaluation]) -> list[str]:
     """Render the images of samples of the run and of its evaluations, and how to get a page without them."""
-    folders = [run / SAMPLES, *(one.path / SAMPLES for one in evaluations)]
+    folders = [run / SAMPLES, *(item.path / SAMPLES for item in evaluations)]
     galleries = {folder: gallery for folder in folders if (gallery := render_gallery(read_figures(folder)))}
     if not galleries:
         return []

@@ -219,7 +219,7 @@ def find_latest_run(root: Path, job: str, *, trained: bool = False) -> Path:
         others = sorted({run.parent.name for run in runs})
         have = f"There are runs of: {', '.join(others)}." if others else "There are no runs at all."
         raise UserError(f"{root}: no run of job '{job}'. {have} Start one: trainyard run {job}")
-    if trained and (with_weights := [one for one in candidates if any((one[1] / "checkpoints").glob("*.ckpt"))]):
+    if trained and (with_weights := [pair for pair in candidates if any((pair[1] / "checkpoints").glob("*.ckpt"))]):
         passed_over = candidates.index(with_weights[0])
         candidates = with_weights
         if passed_over:

@@ -106,7 +106,7 @@ def evaluate(
         )
         for folder in folders
     ]
-    return [one for one in read_evaluations(run) if one.path in written]
+    return [item for item in read_evaluations(run) if item.path in written]
 
 
 def _override(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
@@ -255,7 +255,7 @@ def _count_seen(model: TrainedModel, data: ShardSet, ids: np.ndarray, training: 
     """Count the samples with the content of a training sample, and the names that also occur there."""
     if training.data is None:
         return {"unknown": training.missing}
-    stored, trained_on = (name_store(one.records, one.meta) for one in (data, training.data))
+    stored, trained_on = (name_store(each.records, each.meta) for each in (data, training.data))
     if stored != trained_on:
         return {
             "unknown": f"{data.folder} was packed with packing.store={stored}, the training data with {trained_on}, so "
@@ -270,8 +270,8 @@ def _count_seen(model: TrainedModel, data: ShardSet, ids: np.ndarray, training: 
     column = model.module.identity_column
     if column in data.vocabulary and column in training.data.vocabulary:
         names, known = (
-            {one.vocabulary[column][code] for code in np.unique(one.columns[column][rows]).tolist()} - {""}
-            for one, rows in ((data, ids), (training.data, training.ids))
+            {each.vocabulary[column][code] for code in np.unique(each.columns[column][rows]).tolist()} - {""}
+            for each, rows in ((data, ids), (training.data, training.ids))
         )
         counts |= {"column": column, "names": len(names & known), "names_of": len(names)}
     return counts

@@ -208,8 +208,8 @@ class _Needs(NamedTuple):
         """Return whether the run may read a folder or file."""
         real = os.path.realpath(path)
         named = any(  # by a relative path, if the run was started elsewhere
-            Path(os.path.realpath(one)).is_relative_to(real) or (not one.is_absolute() and one.name == path.name)
-            for one in self.paths
+            Path(os.path.realpath(own)).is_relative_to(real) or (not own.is_absolute() and own.name == path.name)
+            for own in self.paths
         )
         return named or (self.prefix is not None and path.name.startswith(self.prefix))
 
@@ -270,12 +270,12 @@ def _list_data(cache: Path, needs: Sequence[_Needs]) -> Iterator[DiskUsage]:
 
 def _list_run(run: RunSnapshot, needs: Sequence[_Needs]) -> Iterator[DiskUsage]:
     """List a run's checkpoints beyond those that its result and a resume need, and its copy of the code."""
-    checkpoints = list_checkpoints(run.run / "checkpoints") if _is_own_folder(run.run / "checkpoints") else []
-    kept = {one.path for one in checkpoints if _name_needing(one.path, needs)}
-    if checkpoints:
-        kept.add(select_checkpoint(checkpoints).path)
-    if checkpoints and not run.is_done:  # a resume takes the newest that is intact
-        kept |= {checkpoints[0].path, next((one for one in checkpoints if one.problem is None), checkpoints[0]).path}
+    saved = list_checkpoints(run.run / "checkpoints") if _is_own_folder(run.run / "checkpoints") else []
+    kept = {entry.path for entry in saved if _name_needing(entry.path, needs)}
+    if saved:
+        kept.add(select_checkpoint(saved).path)
+    if saved and not run.is_done:  # a resume takes the newest that is intact
+        kept |= {saved[0].path, next((entry for entry in saved if entry.problem is None), saved[0]).path}
     reason = "its result" if run.is_done else "its result and a resume"
     lock = run.run / LOCK
     is_free = not os.path.lexists(lock) or (run.owner is not None and run.owner.find_alive(lock) is False)
@@ -284,9 +284,9 @@ def _list_run(run: RunSnapshot, needs: Sequence[_Needs]) -> Iterator[DiskUsage]:
         ("checkpoints", reason, "no way: train again"),
         ("checkpoints (older)", "", "no way; nothing reads them by itself"),
     ):
-        group = [one for one in checkpoints if (one.path in kept) == bool(needed_by)]
-        paths = tuple(path for one in group for path in (one.path, one.path.with_suffix(".json")))
-        size = sum(one.bytes for one in group)
+        group = [entry for entry in saved if (entry.path in kept) == bool(needed_by)]
+        paths = tuple(path for entry in group for path in (entry.path, entry.path.with_suffix(".json")))
+        size = sum(entry.bytes for entry in group)
         if _are_own(paths):
             name = f"{run.run}/{label}"
             yield DiskUsage(name, "checkpoints", size, needed_by, again, paths, kept_for=kept_for, run=run.run)

@@ -94,8 +94,8 @@ def refuse_differing_buffers(module: nn.Module, before: Mapping[str, str]) -> No
     """
     changed = {name: digest for name, digest in hash_constant_buffers(module).items() if digest != before[name]}
     by_rank = distributed.gather_to_rank0(changed) or []
-    named = sorted({name for one in by_rank for name in one})
-    differing = [name for name in named if len({one.get(name) for one in by_rank}) > 1]
+    named = sorted({name for digests in by_rank for name in digests})
+    differing = [name for name in named if len({digests.get(name) for digests in by_rank}) > 1]
     if names := distributed.broadcast_from_rank0(differing):
         raise ContractError(
             f"{inspect.getsourcefile(type(module))}: {type(module).__name__}: a step changes the buffers "

@@ -96,8 +96,8 @@ class Detector(TrainModule):
         for name, key in (("box", "boxes"), ("score", "scores"), ("label", "labels")):
             first = detected[0][key]
             padded = first.new_zeros((len(detected), self.detections, *first.shape[1:]))
-            for i, one in enumerate(detected):
-                padded[i, : len(one[key])] = one[key]
+            for i, boxes in enumerate(detected):
+                padded[i, : len(boxes[key])] = boxes[key]
             rows[name] = padded
         return {**rows, "box": _map_boxes(rows["box"], _invert(batch["affine"]))}
 

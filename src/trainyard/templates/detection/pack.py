@@ -150,7 +150,7 @@ def list_images(raw: Path) -> list[Listed]:
 
 def _read_annotations(raw: Path, path: Path, set_name: str) -> Iterator[Listed]:
     content = read_annotations(path)
-    names, objects = {one.id: one.name for one in content.categories}, content.group_objects()
+    names, objects = {kind.id: kind.name for kind in content.categories}, content.group_objects()
     for image in content.images:
         place = find_listed(raw, image.file_name, where=str(path), folders=(raw, path.parent, raw / "images"))
         kept = [entry for _, entry in objects[image.id] if not entry.is_ignored]
