@@ -133,7 +133,7 @@ def _unpack(bundle: Path, folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
-        raise Mistake(f"{bundle}: {MANIFEST} was changed after bundling. Copy it again.")
+        raise Mistake(f"{bundle}: differs from its list of hashes: {MANIFEST} was changed. Copy it again.")
     return manifest
 
 
