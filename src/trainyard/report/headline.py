@@ -134,7 +134,7 @@ def judge_metric(line: Line, metric: str, *, mode: str, baseline: Baseline | Non
     return f"Better than {baseline}: so is its whole 95 % interval."
 
 
-NO_BASELINE = "No baseline is recorded, so nothing says whether this is good"
+NO_BASELINE = "No baseline is recorded"
 _WORDS = {"min": "lower", "max": "higher"}
 
 
