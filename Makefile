@@ -92,7 +92,7 @@ status: setup ## what runs, waits or has ended lately  [RUN=run, job or sweep]
 logs: setup ## a run's log, until it ends: RUN=run, or JOB=job for its newest
 	@$(T) logs --follow "$${RUN:-$$JOB}"
 
-why: setup ## why a run waits, stopped or failed, and what to do: RUN=run, or JOB=job for its newest
+why: setup ## why a run waits, stopped or failed, and the next command: RUN=run, or JOB=job for its newest
 	@$(T) why "$${RUN:-$$JOB}"
 
 cancel: setup ## stop a run, resumably: RUN=run, job or sweep

@@ -64,11 +64,11 @@ def make_bundle(target: Target, out: Path, *, engine: Engine, sif: Path | None, 
             shutil.copytree(source, copy, ignore=unwanted) if source.is_dir() else shutil.copy(source, copy)
         if wheels:
             shutil.copytree(wheels, folder / "wheels", copy_function=os.link)
-        made = folder / "made"
-        made.mkdir()
-        _train(_container_command(engine, format_tag(target), folder), folder, engine.environ, f"data.cache={made}")
-        next(made.glob("*/index.h5")).parent.rename(folder / "data")
-        for unneeded in (made, folder / "runs"):
+        cache = folder / "made"
+        cache.mkdir()
+        _train(_container_command(engine, format_tag(target), folder), folder, engine.environ, f"data.cache={cache}")
+        next(cache.glob("*/index.h5")).parent.rename(folder / "data")
+        for unneeded in (cache, folder / "runs"):
             shutil.rmtree(unneeded)
         printed = ["run", "--rm", *SEALED, "--entrypoint", "cat", format_tag(target), f"/opt/trainyard/{SBOM}"]
         (folder / SBOM).write_text(engine.query(*printed).stdout)
@@ -96,7 +96,7 @@ def verify_bundle(bundle: Path, environ: Mapping[str, str]) -> None:
         folder = Path(name)
         manifest = _unpack(bundle, folder)
         if wrong := list(_differences(folder, manifest["files"])):
-            raise Mistake(f"{bundle}: differs from what was bundled: {'; '.join(wrong)}. Copy it again.")
+            raise Mistake(f"{bundle}: differs from its list of hashes: {'; '.join(wrong)}. Copy it again.")
         print(f"{len(manifest['files'])} files match their hashes. Training without network:", flush=True)
         if (folder / SIF).exists():
             _train(_sif_command(folder), folder, environ, f"data.path={folder}/data")
@@ -133,14 +133,14 @@ def _unpack(bundle: Path, folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
-        raise Mistake(f"{bundle}: differs from what was bundled: {MANIFEST} was changed. Copy it again.")
+        raise Mistake(f"{bundle}: differs from its list of hashes: {MANIFEST} was changed. Copy it again.")
     return manifest
 
 
 def _extract_files(tar: tarfile.TarFile, folder: Path) -> None:
     """Write the files and folders of a tar, without its owners and times.
 
-    `tarfile` filters what it extracts since Python 3.11.4 only, and Debian 12 has 3.11.2.
+    `tarfile` filters members since Python 3.11.4 only, and Debian 12 has 3.11.2.
     """
     for member in tar.getmembers():
         path = folder / member.name
@@ -159,7 +159,7 @@ def _refuse_strange_members(bundle: Path, tar: tarfile.TarFile) -> None:
     """Raise for what `make_bundle` never writes: only files and folders, inside the bundle, each once.
 
     Raises:
-        Mistake: names the member and says what is wrong with it.
+        Mistake: names the member and its fault.
     """
     names: set[str] = set()
     size = bundle.stat().st_size
@@ -180,8 +180,8 @@ def _refuse_strange_members(bundle: Path, tar: tarfile.TarFile) -> None:
         )
         if wrong:
             raise Mistake(
-                f"{bundle}: refused: '{member.name[:80]}' in it {wrong}. A bundle has only files and folders of its "
-                "own: find out who made it."
+                f"{bundle}: refused: '{member.name[:80]}' in it {wrong}. A bundle has only its own files and folders: "
+                "find out who made it."
             )
         names.add(member.name)
 

@@ -20,7 +20,7 @@ class Mistake(Exception):
 
 
 class Absent(Exception):
-    """This machine lacks a program, a permission or disk space. The message says which, and how to get it."""
+    """This machine lacks a program, a permission or disk space. The message names it and how to get it."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Engine:
         """Check that this engine builds container images; Docker needs its plugin for that, and not to run them.
 
         Raises:
-            Absent: it does not; says what to install.
+            Absent: it does not; names the packages to install.
         """
         if self.name == "docker" and (reason := _find_reason(self, ["buildx", "version"])):
             raise Absent(
@@ -147,7 +147,7 @@ def _diagnose(engine: Engine, *, builds: bool) -> str | None:
 
 
 def _find_reason(engine: Engine, question: Sequence[str]) -> str | None:
-    """Return what an engine says if it does not answer a question; None if it does."""
+    """Return an engine's error message if it does not answer a question; None if it does."""
     answer = engine.query(*question)
     if answer.returncode == 0:
         return None

@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     test.add_argument("pytest", nargs="*", help="tests to run instead of all; options after --")
     for verb in (build, test):
         verb.add_argument("--wheelhouse", type=Path, metavar="FOLDER", help="wheels, for a build without network")
-        verb.add_argument("--pip-conf", type=Path, metavar="FILE", help="pip's settings, such as an index of your own")
+        verb.add_argument("--pip-conf", type=Path, metavar="FILE", help="pip's settings, such as your index")
         verb.add_argument("--network", default="host", help="of the build: host (default) or none")
 
     sif = _verb(verbs, "sif", _sif, "make a SIF of the container image, for Apptainer and SingularityCE")
@@ -111,24 +111,24 @@ def _parser() -> argparse.ArgumentParser:
         "--wheelhouse", type=Path, metavar="FOLDER", help="wheels, to rebuild the container image on the other machine"
     )
 
-    said = "check each file of a bundle against its hash, and train a few steps without network"
-    verify = verbs.add_parser("verify-bundle", help=said, description=said)
+    text = "check each file of a bundle against its hash, and train a few steps without network"
+    verify = verbs.add_parser("verify-bundle", help=text, description=text)
     verify.add_argument("bundle", type=Path, metavar="FILE")
     verify.set_defaults(command=_verify_bundle)
 
-    for name, command, said in (
+    for name, command, text in (
         ("base", _base, "build the base image from Debian's packages, where no registry answers"),
         ("engine", _engine, "print which container engine answers"),
         ("apptainer", _apptainer, "provide an Apptainer for `sif`: the installed one, else one from Debian's packages"),
     ):
-        verbs.add_parser(name, help=said, description=said).set_defaults(command=command)
+        verbs.add_parser(name, help=text, description=text).set_defaults(command=command)
     return parser
 
 
 def _verb(
-    verbs: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, command: object, said: str
+    verbs: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, command: object, text: str
 ) -> argparse.ArgumentParser:
-    verb = verbs.add_parser(name, help=said, description=said)
+    verb = verbs.add_parser(name, help=text, description=text)
     verb.add_argument("hw", metavar="HW", help="a card such as a100, or a target such as cuda13")
     verb.set_defaults(command=command)
     return verb
@@ -197,7 +197,7 @@ def _build_stage(
         command += [word for name, value in pairs.items() for word in (option, f"{name}={value}")]
     if args.wheelhouse:
         command += ["--build-context", f"wheelhouse={args.wheelhouse.resolve()}"]
-    # What this machine needs to reach an index is mounted as a secret during the build and is in no layer.
+    # Settings that reach an index are mounted as secrets during the build and are in no layer.
     for secret, path in (("cacert", environ.get("PIP_CERT")), ("pipconf", args.pip_conf)):
         if path:
             command += ["--secret", f"id={secret},src={Path(path).resolve()}"]
@@ -353,8 +353,8 @@ def check_driver(target: Target, driver: str | None) -> None:
 
 def read_driver(path: Path) -> str | None:
     """Return the version of the loaded NVIDIA driver, read from the kernel's file; None without a driver."""
-    found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", path.read_text()) if path.exists() else None
-    return found[1] if found else None
+    match = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", path.read_text()) if path.exists() else None
+    return match[1] if match else None
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What README's commands need from a machine, and in one sentence what it lacks, before minutes are spent.
+"""Check that a machine has the memory, disk and programs that README's commands need, before minutes are spent.
 
 python3 containers/machine.py --memory-gib 8 --purpose "the tests"
 """
@@ -35,14 +35,14 @@ def why_no_environment(folder: Path, *, disk_gib: float) -> str | None:
     """
     if not PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
         oldest, newest = (".".join(map(str, version)) for version in PYTHONS)
-        found = platform.python_version()
-        return f"Python {oldest} to {newest} is needed, {found} found. Type: make setup PYTHON=python{oldest}"
+        present = platform.python_version()
+        return f"Python {oldest} to {newest} is needed, {present} found. Type: make setup PYTHON=python{oldest}"
     if importlib.util.find_spec("ensurepip") is None:
         return f"this Python comes without ensurepip. Type: apt-get install python3.{sys.version_info.minor}-venv"
     libc, version = platform.libc_ver()
     if (platform.system(), platform.machine(), libc) != ("Linux", "x86_64", "glibc") or _numbers(version) < GLIBC:
-        wanted, found = ".".join(map(str, GLIBC)), f"{platform.system()} {platform.machine()} with {libc} {version}"
-        return f"the locked packages are built for x86-64 Linux with glibc {wanted} or newer, and this is {found}."
+        wanted, present = ".".join(map(str, GLIBC)), f"{platform.system()} {platform.machine()} with {libc} {version}"
+        return f"the locked packages are built for x86-64 Linux with glibc {wanted} or newer, and this is {present}."
     place = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(place).free / 2**30
     if free < disk_gib:

@@ -25,7 +25,7 @@ DISK_GIB = 10  # 6.1 for packages, the rest for pip's downloads
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Make the environment; return 0, or 2 after printing what this machine lacks."""
+    """Make the environment; return 0, or 2 after printing the missing requirement."""
     parser = argparse.ArgumentParser(prog="containers/make_venv.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, help="folder of the environment")
     parser.add_argument("lock", type=Path, help="requirements with hashes")

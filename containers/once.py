@@ -1,4 +1,4 @@
-"""Locks for what processes on one machine make once and share: one works, the others wait and say so."""
+"""Locks for files that processes on one machine make once and share: one works, the others wait with a message."""
 
 import fcntl
 import shutil

@@ -21,7 +21,7 @@ from targets import HERE, Target, read_entries
 ROOT = Path(__file__).resolve().parents[1]
 _MIB = 2**20
 _PIP_S = 7200
-_PRESENT = ("torch", "torchvision")  # what the other machine has, with all that only they need
+_PRESENT = ("torch", "torchvision")  # on the other machine, with their dependencies
 _LOCKED_PYTHON = "3.11"  # for which the locks of container images are resolved
 _EVERY_PYTHON = HERE / "dev.lock"  # resolved for all supported ones, with markers
 _GLIBC = (28, 27, 26, 24, 17, 12, 5)  # wheels' oldest systems, as pip names them: manylinux_2_28 ...
@@ -55,8 +55,8 @@ def download_wheels(target: Target, out: Path, *, python: str, environ: Mapping[
         python: the version they are for, such as "3.12"; "": this interpreter's.
 
     Raises:
-        Mistake: a source distribution makes wheels of this interpreter only, or a wheel needs what the lock lacks.
-        subprocess.CalledProcessError: pip failed; it has said why.
+        Mistake: a source distribution makes wheels of this interpreter only, or a requirement is not in the lock.
+        subprocess.CalledProcessError: pip failed, and printed the reason.
     """
     for lock in (_read_lock_for(target, python), (HERE / "tests.lock").read_text(encoding="utf-8")):
         _download(lock, out, python, environ)
@@ -64,9 +64,9 @@ def download_wheels(target: Target, out: Path, *, python: str, environ: Mapping[
 
 
 def make_pieces(target: Target, out: Path, *, python: str, piece_mib: int, environ: Mapping[str, str]) -> Path:
-    """Write what a machine that has torch needs without network, in files of at most `piece_mib` MiB.
+    """Write the packages that a machine with torch lacks, for use without network, in files of at most `piece_mib` MiB.
 
-    The wheels are those of the lock without torch, torchvision and what only they need, and this checkout's own.
+    The wheels are those of the lock without torch, torchvision and their dependencies, and this checkout's own.
 
     Returns:
         the script in `out` that joins and installs them.
@@ -119,7 +119,7 @@ def drop_packages(lock: str, names: Sequence[str]) -> str:
 
 
 def add_packages_for(python: str, lock: str, every_python: str) -> str:
-    """Return a lock with what its packages also need on a Python for which it was not resolved.
+    """Return a lock with the further requirements of its packages on a Python for which it was not resolved.
 
     Without markers, which pip compares with the interpreter that it runs on.
 

@@ -1,8 +1,15 @@
-"""Writes docs/commands.md from the parsers: `python -m tests.commands_page > docs/commands.md`."""
+"""Writes two pages from the program, which a test compares.
+
+docs/commands.md, from the parsers: `python -m tests.commands_page > docs/commands.md`; and docs/options.txt, the list
+of options that are frozen at 1.0: `python -m tests.commands_page options > docs/options.txt`.
+"""
 
 import argparse
+import sys
 
+from tests.checkout import ROOT
 from trainyard.cli import build_whole_parser
+from trainyard.config.compose import compose, list_options
 
 COMMON = ("-h", "--jobs", "--runs")
 
@@ -42,5 +49,21 @@ def _format_help(action: argparse.Action) -> str:
     return ((action.help or "") % {**vars(action)}).replace("|", "\\|")
 
 
+def build_options() -> str:
+    """Return the options with their defaults and choices: those that all families share, then each family's."""
+    families = sorted(path.parent.name for path in (ROOT / "jobs").glob("*/config.py"))
+    listed = {
+        family: [
+            f"{option.name}={option.value} {' | '.join(option.choices)}".rstrip()
+            for option in list_options(compose(family, (), ROOT / "jobs"))
+            if option.name not in ("job", "family")
+        ]
+        for family in families
+    }
+    shared = [line for line in listed[families[0]] if all(line in lines for lines in listed.values())]
+    sections = {"all": shared} | {name: [line for line in listed[name] if line not in shared] for name in families}
+    return "\n\n".join("\n".join([f"[{name}]", *lines]) for name, lines in sections.items()) + "\n"
+
+
 if __name__ == "__main__":
-    print(build_page(), end="")
+    print(build_options() if sys.argv[1:] == ["options"] else build_page(), end="")

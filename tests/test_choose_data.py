@@ -126,7 +126,7 @@ def test_an_empty_folder_is_named_with_who_chose_it_and_what_is_in_it(tmp_path):
     assert error.startswith(f"{raw} ({tmp_path / 'tower.yaml'}, data.fingerprint_1m): contains no sample")
     assert "Expected: images named FINGER_IMPRESSION" in error and "Found: no file. " in error
     assert f"more: {JOBS / 'fingerprint'}/README.md." in error
-    first = "A first try with 50 to 500 files of your own: trainyard run fingerprint_few data.path=FOLDER."
+    first = "A first try with 50 to 500 of your files: trainyard run fingerprint_few data.path=FOLDER."
     assert first in error
     assert error.endswith("Type: trainyard submit fingerprint_1m --gpus 8 data.path=FOLDER") and "\n" not in error
     (raw / "notes.txt").touch()

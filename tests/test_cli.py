@@ -408,9 +408,7 @@ def test_jobs_of_a_folder_without_families_and_a_broken_preset_are_said(here, ca
     assert "contains no preset (<family>/<preset>.yaml)" in run_cli(capsys, "jobs")[1]
     (here / "jobs" / "mine" / "mine.yaml").write_text("# What it does.\ndata: {synthetic: 1\n")
     assert cli.main(["jobs"]) == 0
-    assert (
-        "mine\n  mine  broken     What it does\n" in (said := capsys.readouterr().out) and "says what is wrong" in said
-    )
+    assert "mine\n  mine  broken     What it does\n" in (said := capsys.readouterr().out) and "names the error" in said
 
 
 @pytest.mark.slow

@@ -161,7 +161,7 @@ def test_a_run_says_from_its_record_what_its_time_went_to(tmp_path, capsys):
     run = folder.run
     record_choices(run, {"device": Choice("CPU, 2 cores", "no GPU")})
     assert cli.main(["doctor", "--run", str(run)]) == 0
-    unknown = f"verdict: {run.name}: what the time of its training went to is not recorded\n"
+    unknown = f"verdict: {run.name}: time by activity is not recorded\n"
     assert capsys.readouterr().out == unknown
     line = {"kind": "train", "step": 100, "samples_per_s": 50.0, "elapsed_s": 200.0}
     (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")

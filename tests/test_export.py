@@ -74,7 +74,7 @@ def read_images(run: Path, jobs: Path, folder: Path) -> tuple[list[Path], progra
 def test_an_onnx_file_computes_what_the_run_does_without_trainyard(run, tmp_path, capsys):
     assert type_export(run, tmp_path / "m.onnx", "--format", "onnx") == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
-    assert "computes what the run does on 32 samples of the run's data" in shown and "0.0001 is allowed" in shown
+    assert "computes the same as the run on 32 samples of the run's data" in shown and "0.0001 is allowed" in shown
     assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
     files, batch = read_images(run, FAMILIES, tmp_path)
     printed = run_example(0, tmp_path / "m.onnx", *files)
@@ -92,7 +92,7 @@ def test_a_program_that_computes_something_else_is_not_written(run, tmp_path, mo
 
     monkeypatch.setattr(kind, "predict", predict_other)
     assert type_export(run, tmp_path / "m.pt2", "--format", "torch-export") == 2
-    assert "chosen by 9 differ from what the run computes; 0.0001 is allowed" in capsys.readouterr().err
+    assert "chosen by 9 differ from the run's; 0.0001 is allowed" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

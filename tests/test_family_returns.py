@@ -334,7 +334,7 @@ OWN_EXCEPTIONS = ("a name is wrong", "load fails", "load fails in a library")
 
 def test_a_broken_contract_names_the_page_about_it_once_also_from_another_process():
     error = pickle.loads(pickle.dumps(ContractError("pack.py: wrong.")))  # noqa: S301
-    assert str(error) == f"pack.py: wrong. {INTERFACE} says what a family owes." and INTERFACE.is_file()
+    assert str(error) == f"pack.py: wrong. {INTERFACE} describes a family's interface." and INTERFACE.is_file()
 
 
 def plant(jobs: Path, old: str, new: str) -> None:
@@ -371,7 +371,7 @@ def test_a_mistake_in_a_family_is_said_before_the_first_step_with_its_file(name,
     last = re.sub(r"(?s)^.*\n(?=[A-Z]\w+Error: |In the family)", "", f"\n{shown}")
     assert re.search(said, shown), shown
     if name not in OWN_EXCEPTIONS:
-        assert last.splitlines()[0].endswith(f" {INTERFACE} says what a family owes."), last
+        assert last.splitlines()[0].endswith(f" {INTERFACE} describes a family's interface."), last
     assert len(last.splitlines()) < 12 and "Traceback" not in shown, shown
     run = tmp_path / "runs/tiny/r"
     assert not run.exists() or not list(read_metrics(run))

@@ -49,7 +49,7 @@ def test_another_generator_makes_another_folder_says_why_and_keeps_the_first(tmp
         (tmp_path / name).mkdir()
     (tmp_path / f"{own}.partial").mkdir()
     prepare_data(config, FAMILIES)
-    assert f"into {tmp_path / own}: finishing what was interrupted" in "".join(log)
+    assert f"into {tmp_path / own}: finishing an interrupted call" in "".join(log)
     assert len(list((tmp_path / own).iterdir())) == 20
     shutil.rmtree(tmp_path / own)
     prepare_data(config, FAMILIES)

@@ -66,7 +66,7 @@ def test_packed_data_of_another_family_is_refused_by_name(packed_copy, tmp_path)
         prepare_data(config, JOBS)
     assert str(error.value) == (
         f"{packed_copy}: packed for the family 'antispoof', but this job's family is 'fingerprint'. "
-        "Give it data of its own: data.path=FOLDER, or pack the raw files for it: trainyard pack JOB RAW OUT"
+        "Give it other data: data.path=FOLDER, or pack the raw files for it: trainyard pack JOB RAW OUT"
     )
 
 

@@ -3,9 +3,13 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.checkout import PLACES, ROOT, list_files
-from tests.commands_page import build_page
+from tests.commands_page import build_options, build_page
 from tests.diagrams import draw_all
+from trainyard.report.headline import Baseline, judge_metric
+from trainyard.runs.events import name_interval_ends
 from trainyard.runs.state import State
 
 
@@ -48,9 +52,35 @@ def test_what_the_first_page_shows_of_a_bad_day_is_what_a_test_saw():
     assert "\n".join(lines) in (ROOT / "docs" / "bad-day.md").read_text(), "copy the last `why` of docs/bad-day.md"
 
 
-def test_the_page_of_commands_is_what_the_parsers_say():
-    written = (ROOT / "docs" / "commands.md").read_text()
-    assert written == build_page(), "type: python -m tests.commands_page > docs/commands.md"
+def judge_transcripts(page: str) -> list[tuple[str, str]]:
+    """Return the verdict of each transcript of a page, and the one that the program gives of its numbers."""
+    score, more = r"    (\S+) +(\S+)(?: \[(\S+), (\S+)\])?\n", r"((?:     .*\n)+)    verdict +((?:.*\n)+?)    took "
+    verdicts = []
+    for metric, value, low, high, place, verdict in re.findall(f"^{score}{more}", page, re.MULTILINE):
+        order, name, rival = re.findall(
+            r"(lower|higher) is better; (.+?) ([\d.]+)(?=[ ;,]|$)", " ".join(place.split())
+        )[0]
+        ends = zip(name_interval_ends(metric), (float(low), float(high)), strict=True) if low else [("draws_lost", 1.0)]
+        line, mode = {metric: float(value), **dict(ends)}, {"lower": "min", "higher": "max"}[order]
+        judged = judge_metric(line, metric, mode=mode, baseline=Baseline(name, float(rival)))
+        verdicts.append((" ".join(verdict.split()), judged))
+    return verdicts
+
+
+def test_the_verdicts_of_the_quick_start_follow_from_its_numbers():
+    page = (ROOT / "docs" / "quick-start.md").read_text()
+    verdicts = judge_transcripts(page)
+    assert len(verdicts) == 5 and all(written == judged for written, judged in verdicts), verdicts
+    planted = judge_transcripts(page.replace("0.1721 [0.1417", "0.1721 [-0.1"))
+    assert [written == judged for written, judged in planted] == [True, True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "build", "typed"), [("commands.md", build_page, ""), ("options.txt", build_options, "options ")]
+)
+def test_the_lists_of_commands_and_of_frozen_options_are_those_of_the_program(name, build, typed):
+    written = (ROOT / "docs" / name).read_text()
+    assert written == build(), f"type: python -m tests.commands_page {typed}> docs/{name}"
 
 
 def test_the_diagrams_are_what_their_tables_and_the_code_say():

@@ -477,7 +477,7 @@ def complete_by_hand(environ: dict[str, str], words: Sequence[str]) -> Predictio
 @pytest.mark.parametrize(
     ("gpus", "more", "row"),
     [
-        ([], [], "checked at start  (ranks on the CPU; a run refuses what this host has no memory for)"),
+        ([], [], "checked at start  (ranks on the CPU; a run that needs more than this host's memory is refused)"),
         ([TI], ["--cpu-ranks", "2"], "checked at start  (ranks on the CPU; "),
         ([TI, TI], ["micro_batch_size=4"], "5.50 GiB  (and 1.6 in reserve, of 10.1: fits; estimated, never observed "),
         ([TI], ["--no-plan"], "not checked  (--no-plan)"),

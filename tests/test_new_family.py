@@ -156,7 +156,7 @@ def test_a_table_may_be_a_file_with_semicolons_and_decimal_commas_which_are_aske
 
 SCORE, LIST = 'compute_class_metrics(rows["logits"]', "files = list_labelled_files(raw, IMAGES)"
 BROKEN = {
-    "what was packed reads back equal": {"pack": ("for file in files:\n", "for file in [*files, *files][3:-3]:\n")},
+    "packed data read back equal": {"pack": ("for file in files:\n", "for file in [*files, *files][3:-3]:\n")},
     "sets share no sample": {
         "pack": ("find_sets(columns, vocabulary)", "find_sets(columns, vocabulary) | {'test': np.arange(9)}")
     },

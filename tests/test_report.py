@@ -556,7 +556,7 @@ def test_a_run_that_has_just_begun_gets_a_report_that_says_what_is_missing(tmp_p
     assert text.count("No evaluation yet") == 1
     for expected in ("still running, or it was killed", "env.json is absent"):
         assert expected in text
-    assert "verdict  No evaluation yet, so nothing says how good this is." in report.format_summary(run)
+    assert "verdict  No evaluation yet." in report.format_summary(run)
 
 
 def test_a_report_is_drawn_from_losses_that_are_not_finite(tmp_path):
@@ -697,9 +697,9 @@ CHANCE = Baseline("chance", 0.5)
             CHANCE,
             "Better than chance (0.5000); its 95 % interval has no width, as with too few",
         ),
-        ((0.1,), "min", CHANCE, "Better than chance (0.5000); without a 95 % interval, which would say how surely."),
+        ((0.1,), "min", CHANCE, "Better than chance (0.5000); without a 95 % interval, so it may be chance."),
         ((0.6,), "min", CHANCE, "No better than chance (0.5000)."),
-        ((math.nan,), "min", CHANCE, "eer is not a finite number, so nothing says how good this is."),
+        ((math.nan,), "min", CHANCE, "eer is not a finite number."),
         (
             (0.1, 0.05, 0.2),
             "min",

@@ -36,7 +36,7 @@ def test_training_ids_may_be_repeated_and_test_sets_may_share_samples():
     ("sets", "said"),
     [
         ({"val": [1]}, "expected a set 'train', found val"),
-        ({"train": [0, 1, 2], "val": [2, 3]}, "1 of the 2 ids in 'val' are in 'train', too"),
+        ({"train": [0, 1, 2], "val": [2, 3]}, "1 of the 2 ids in 'val' are also in 'train'"),
         ({"train": [0], "test": [1, 1]}, "ids are repeated in 'test'"),
         ({"train": [0, 10]}, r"'train' has the id 10, but the samples are 0 \.\. 9"),
         ({"train": [0], "val": [-1]}, "'val' has the id -1"),

@@ -130,10 +130,10 @@ def test_a_local_background_run_is_resumed_here(tmp_path, no_slurm):
     [
         ("not_finite", "trainyard submit prints optimizer.lr=0.002"),
         ("disk_full", "free disk space for "),
-        ("disk_error", "see what the system says of the disk of "),
+        ("disk_error", "see the system's messages about the disk of "),
         ("bug", "fix the code, then: trainyard resume "),
-        ("user_error", "do what the message says, then: trainyard resume "),
-        ("user_error", "(to change what a run keeps: trainyard submit prints OPTION=VALUE)"),
+        ("user_error", "follow the message, then: trainyard resume "),
+        ("user_error", "(for an option that a run keeps: trainyard submit prints OPTION=VALUE)"),
         ("lost_peer", "trainyard resume "),
     ],
 )

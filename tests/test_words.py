@@ -1,6 +1,7 @@
 """The language of the code: words that were replaced stay away, and functions are verbs. See CONTRIBUTING.md, Words."""
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
@@ -111,24 +112,48 @@ def test_stored_names_and_verbs_are_left_alone(tmp_path):
     assert find_words(tmp_path, [tmp_path / "fine.py"]) == find_participles(tmp_path, [tmp_path / "fine.py"]) == []
 
 
-ON_PAGES = r"\bsays so\b|, too\b|\b(for ever|by turns|of its own|lies? in)\b|\b[Ww]hat (is|was|were|the)\b|^(What|Who) "
+DETOURS = r"\bsays so\b|, too\b|\b(for ever|by turns|of its own|lies? in)\b|\b[Ww]hat (is|was|were|the)\b|^(What|Who) "
 """Where a sentence has to be read twice: write verb and object."""
 
-
-def find_detours(text: str) -> list[str]:
-    """Return the lines of a page, without its blocks of code, that have one of these."""
-    text = re.sub(r"^```.*?^```|^    [^\n]*$", "", text, flags=re.DOTALL | re.MULTILINE)
-    return [line for line in text.splitlines() if re.search(ON_PAGES, line)]
+EDITED_ELSEWHERE = re.compile(r"jobs/antispoof/|train/(run_state|distributed)\.py$|data/loader\.py$")
+"""To be rewritten: remove each from this pattern with its last detour."""
 
 
-def test_pages_are_written_with_verb_and_object():
-    pages = [
-        page for page in list_files("README.md", "CONTRIBUTING.md", "docs", ending=".md") if page.name != "commands.md"
-    ]
-    assert len(pages) > 10
-    assert {page.name: lines for page in pages if (lines := find_detours(page.read_text(encoding="utf-8")))} == {}
+def find_detours(path: Path) -> list[str]:
+    """Return the lines with a detour: of a page without blocks of code, or of a module's docstrings and messages."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
+        text = "\n".join(inspect.cleandoc(node.value) for node in nodes if isinstance(node.value, str))
+    else:
+        text = re.sub(r"^```.*?^```|^    [^\n]*$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return [line for line in text.splitlines() if re.search(DETOURS, line.strip())]
+
+
+@pytest.mark.parametrize(
+    ("places", "ending", "least"),
+    [(("README.md", "CONTRIBUTING.md", "docs"), ".md", 10), (("src", "jobs"), ".md", 8), (("src", "jobs"), ".py", 200)],
+)
+def test_pages_docstrings_and_messages_are_written_with_verb_and_object(places, ending, least):
+    files = {str(path.relative_to(ROOT)): path for path in list_files(*places, ending=ending)}
+    files = {
+        name: path
+        for name, path in files.items()
+        if path.name != "commands.md" and not path.name.startswith("test_") and not EDITED_ELSEWHERE.search(name)
+    }
+    assert len(files) > least, f"only {len(files)} files found: has the source moved?"
+    assert {name: lines for name, path in files.items() if (lines := find_detours(path))} == {}
 
 
 @pytest.mark.parametrize("line", ["The run says so and ends.", "What is stored:", "It lists what the run took, too."])
-def test_a_planted_detour_is_found(line):
-    assert find_detours(f"# A page\n\n{line}\n\n    # what is code\n") == [line]
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("page.md", "# A page\n\n{}\n\n    # what is code\n"),
+        ("module.py", 'def check(x):\n    """Check.\n\n    {}\n    """  # what is a comment\n'),
+        ("message.py", 'raise ValueError(f"{{x}} is not so. " f"{}\\n{{x}}")\n'),
+    ],
+)
+def test_a_planted_detour_is_found(line, name, content, tmp_path):
+    (tmp_path / name).write_text(content.format(line))
+    assert find_detours(tmp_path / name)[-1].endswith(line)

@@ -1,4 +1,4 @@
-"""The family's command: numbers that tell how real generated prints are."""
+"""The command fingerprint-statistics: measures the realism of generated prints."""
 
 import argparse
 from pathlib import Path

@@ -87,7 +87,7 @@ def turn_image(gray: NDArray[np.uint8], degrees: float) -> NDArray[np.uint8]:
 
 
 def move_input(image_BCHW: Tensor, degrees_B: Tensor, shift_B: Tensor) -> Tensor:
-    """Return inputs turned counter-clockwise about their middle and moved to the right; what is missing is the border.
+    """Return inputs turned counter-clockwise about their middle and moved to the right; gaps get the border's value.
 
     Args:
         shift_B: share of the width.

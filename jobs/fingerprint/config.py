@@ -125,7 +125,7 @@ class SplitSettings:
 
 @dataclass
 class EvaluationSettings:
-    """How embeddings are scored."""
+    """Options of scoring."""
 
     bootstrap_draws: int = option(1000, "resamples of the fingers for each 95 % interval; 0: none", low=0)
     impostors_max: int = option(
@@ -159,7 +159,7 @@ class Config(TrainConfig):
     evaluation: EvaluationSettings = option(EvaluationSettings, "scoring", mutable_on_resume=True)
 
     def refuse_conflicts(self) -> None:
-        """Refuse packing that does not store what the model trains on, and weights of another model.
+        """Refuse packing without the records that the model trains on, and weights of another model.
 
         Raises:
             UserError: `model.name` has a minutia branch, and `packing.minutiae` is none; it is dense, and

@@ -54,7 +54,7 @@ class Crops(NamedTuple):
 
     ridges_N1HW: Tensor
     place_NHW2: Tensor  # of each pixel in the frame of its finger, y and x in px
-    known_NHW: Tensor  # share of what is around the pixel whose place is known
+    known_NHW: Tensor  # share of the pixel's surroundings with a known place
 
 
 class DenseModule(TrainModule):
@@ -133,9 +133,9 @@ class DenseModule(TrainModule):
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
     ) -> dict[str, Score]:
-        """Return what the matcher gets on the same pairs, without and with these descriptors, and smaller templates.
+        """Score the matcher on the same pairs: without these descriptors, with them, and with smaller templates.
 
-        A template is what is stored of one print of a pair: the descriptors of its cells, without turning it. Its
+        A template stores one print of a pair: the descriptors of its cells, without turning it. Its
         `template_bytes` leave out which cells they are, 128 bytes.
         """
         one, other = self._choose_pairs(rows)
@@ -151,15 +151,15 @@ class DenseModule(TrainModule):
             return compare_descriptors(self.network, prints, one, other, least_votes=0, store=store)
 
         untrained, evidence = matching.match_ridges(prints, one, other), compare()
-        found = {
+        scores_by_name = {
             UNTRAINED: score(untrained),
             MATCHER: score(matching.add_descriptors(untrained, evidence)),
             RUN: Score({"template_bytes": bytes_of_floats}, {}),
         }
         for name, store, share in (("int8", round_to_int8, 4), ("bits", take_signs, 32)):
             scores = matching.score_descriptors(compare(store))
-            found[f"run, as {name}"] = score(scores, template_bytes=bytes_of_floats / share)
-        return found
+            scores_by_name[f"run, as {name}"] = score(scores, template_bytes=bytes_of_floats / share)
+        return scores_by_name
 
     def _correlate(self, rows: Rows) -> float:
         samples = rows["sample_id"].tobytes()
@@ -205,8 +205,8 @@ def cut_pairs(ridges_NHW: Tensor, place_NIJ3: Tensor) -> tuple[Crops, Crops]:
 
     The place is drawn among the known cells of the first impression. The second one is cut around its known cell that
     is nearest to that place in the frame, missed by a few pixels. Both are rotated into the frame and then by the same
-    random angle, because fingers lie in any direction. Then each is rotated, stretched, sheared and bent a little, by
-    amounts of its own.
+    random angle, because fingers point in any direction. Then each is rotated, stretched, sheared and bent a little, by
+    different random amounts.
 
     Args:
         ridges_NHW: (2 N, 256, 256) float32, rows 2 i and 2 i + 1 of finger i.
@@ -302,7 +302,7 @@ def find_places(crops: Crops, frame_NP2: Tensor) -> tuple[Tensor, Tensor]:
 def contrast_places(one_NPD: Tensor, other_NPD: Tensor, frame_NP2: Tensor, valid_NP: Tensor) -> tuple[Tensor, Tensor]:
     """Return InfoNCE over all valid places of the batch, in both directions, and the share that is nearest.
 
-    Places of one finger nearer than 20 px are not each other's negatives: what is around them is almost the same.
+    Places of one finger nearer than 20 px are not each other's negatives: their surroundings are almost the same.
     """
     places = valid_NP.numel()
     valid_Q, finger_Q = (

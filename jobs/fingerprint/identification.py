@@ -40,7 +40,7 @@ def compute_identification_metrics(
     metrics = {f"rank{rank}": float(cmc[rank - 1]) for rank in RANKS if rank == 1 or rank < fingers}
     for fpir in searches[0][1].list_supported():
         name = f"fnir_at_fpir_1e{round(np.log10(fpir))}"
-        metrics[name] = float(np.mean([found.find_fnir(fpir)[0] for _, found in searches]))
+        metrics[name] = float(np.mean([result.find_fnir(fpir)[0] for _, result in searches]))
     return metrics
 
 
@@ -79,7 +79,7 @@ def _search_galleries(
 
 def _compute_cmc(searches: list[tuple[NDArray[np.int64], Identification]], fingers: int) -> NDArray[np.float64]:
     """Return the share of probes found up to each rank, (F,), averaged over galleries."""
-    found: NDArray[np.float64] = np.mean(
+    cmc: NDArray[np.float64] = np.mean(
         [np.cumsum(np.bincount(rank - 1, minlength=fingers)) / len(rank) for rank, _ in searches], axis=0
     )
-    return found
+    return cmc

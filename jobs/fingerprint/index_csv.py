@@ -18,7 +18,7 @@ _MOST_LISTED = 10
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table; what its columns leave open is None, 0 or ""."""
+    """One line of the table; a field that no column gives is None, 0 or ""."""
 
     line: int
     path: str
@@ -62,12 +62,12 @@ def _find_image(file: Path, line: int, name: str, images: Collection[str]) -> st
     """Return the path of an image as it is listed; the name as it is if there is none."""
     if not name or name in images:
         return name
-    found = find_listed(file.parent, name, where=f"{file}: line {line}, path")
-    return name if found is None else found.relative_to(file.parent).as_posix()
+    image = find_listed(file.parent, name, where=f"{file}: line {line}, path")
+    return name if image is None else image.relative_to(file.parent).as_posix()
 
 
 def _check_row(line: int, given: dict[str, str], images: Collection[str]) -> list[str]:
-    """Return what is wrong with the cells of a line."""
+    """Return an error for each wrong cell of a line."""
     return [
         f"line {line}, {name}: expected {expected}, found {repr(value) if value else 'nothing'}."
         for name, value in given.items()
@@ -82,7 +82,7 @@ def _parse_row(line: int, given: dict[str, str]) -> Row:
 
 
 def _check_cell(name: str, value: str, images: Collection[str]) -> str:
-    """Return what was expected if a cell is wrong, else ""."""
+    """Describe the expected value if a cell is wrong; "" if it is right."""
     low, high = DPI_RANGE
     checks: dict[str, tuple[Callable[[str], bool], str]] = {
         "path": (images.__contains__, "the path of an image below the folder of this file, such as set/101_1.png"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the path of a file says about its print."""
+    """A print's finger and impression, read from the path of a file."""
 
     finger: str  # unique over the folder: two readings with the same finger show the same finger
     impression: int
@@ -24,15 +24,15 @@ class Layout:
     """One way to read file names."""
 
     name: str  # value of packing.layout
-    title: str  # what a person calls it
+    title: str  # its name in messages
     expected: str  # shape of the names
     pattern: re.Pattern[str]  # of the whole path relative to the raw folder, "/" between folders, without suffix
     build: Callable[[re.Match[str]], Reading]  # may raise NotOneFinger
     distinctive: bool = True  # False: other data sets may have such names, so one alone says little
-    above: str = ""  # what is in front of each path: names of the folders around the raw folder
+    above: str = ""  # front of each path: names of the folders around the raw folder
 
     def read(self, stem: str) -> Reading | None:
-        """Return what a path without suffix says; None if it does not have this layout's shape.
+        """Read a path without suffix; None if it does not have this layout's shape.
 
         Raises:
             NotOneFinger: the image shows several fingers or a palm.

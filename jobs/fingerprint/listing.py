@@ -39,9 +39,9 @@ class Print:
 
 @dataclass
 class Listing:
-    """What a raw folder contains."""
+    """The prints of a raw folder."""
 
-    source: str  # what said whose print it is
+    source: str  # of the fingers' names: index.csv or the layout
     prints: list[Print] = field(default_factory=list)  # in the order they are packed
     unreadable: dict[str, str] = field(default_factory=dict)  # path -> reason: names that the layout cannot read
     left_out: dict[str, list[str]] = field(default_factory=dict)  # why -> paths of images that are not packed
@@ -68,11 +68,13 @@ def list_prints(raw: Path, packing: PackingSettings) -> Listing:
         if _read_suffix(path) in MINUTIA_SUFFIXES:
             note_read(raw / path)
     _refuse_repeated_impressions(raw, listing.prints)
-    dpi_of_sets = _match_dpi(packing.dpi_of_sets, sorted({one.set for one in listing.prints}))
+    dpi_of_sets = _match_dpi(packing.dpi_of_sets, sorted({file.set for file in listing.prints}))
     explicit = listing.source == INDEX_CSV  # a cell is closer to the print than an option for its set
     listing.prints = [
-        replace(one, dpi=(one.dpi or dpi_of_sets.get(one.set, 0)) if explicit else dpi_of_sets.get(one.set, one.dpi))
-        for one in listing.prints
+        replace(
+            file, dpi=(file.dpi or dpi_of_sets.get(file.set, 0)) if explicit else dpi_of_sets.get(file.set, file.dpi)
+        )
+        for file in listing.prints
     ]
     return listing
 
@@ -80,11 +82,11 @@ def list_prints(raw: Path, packing: PackingSettings) -> Listing:
 def describe_listing(listing: Listing, packing: PackingSettings) -> list[str]:
     """Return the lines that tell a person how the folder is read: a summary and five examples."""
     prints = listing.prints
-    fingers, sets = {one.finger for one in prints}, {one.set for one in prints}
+    fingers, sets = {file.finger for file in prints}, {file.set for file in prints}
     header = ["path", "finger", "impression", "set", "dpi", "split"]
     rows = [
-        [one.path, one.finger, str(one.impression), one.set or "-", _name_dpi(one, packing), one.split or "-"]
-        for one in _pick_examples(prints)
+        [file.path, file.finger, str(file.impression), file.set or "-", _name_dpi(file, packing), file.split or "-"]
+        for file in _pick_examples(prints)
     ]
     return [
         f"prints {len(prints)}, fingers {len(fingers)}, sets {len(sets)}; read by {listing.source}. For example:",
@@ -98,7 +100,7 @@ def find_doubts(listing: Listing) -> list[str]:
         f"{len(paths)} images are left out, {why}: {join_names(paths, most=3)}"
         for why, paths in sorted(listing.left_out.items())
     ]
-    count = Counter(one.finger for one in listing.prints)
+    count = Counter(file.finger for file in listing.prints)
     singles = sum(number == 1 for number in count.values())
     if len(count) > 1 and singles >= SINGLE_SHARE * len(count):
         doubts.append(
@@ -194,11 +196,11 @@ def _choose_layout(raw: Path, images: Sequence[str], packing: PackingSettings) -
     """
     plain = {path: SETS.read(_cut_suffix(path)) for path in images}
     stated = {
-        one.set
-        for one in plain.values()
-        if one and any(fnmatchcase(one.set, option.rpartition(":")[0]) for option in packing.dpi_of_sets)
+        reading.set
+        for reading in plain.values()
+        if reading and any(fnmatchcase(reading.set, option.rpartition(":")[0]) for option in packing.dpi_of_sets)
     }
-    dpi = {path: 0 if one is None or one.set in stated else packing.dpi for path, one in plain.items()}
+    dpi = {path: 0 if reading is None or reading.set in stated else packing.dpi for path, reading in plain.items()}
     public = [_place(layout, raw) for layout in PUBLIC]
     fitting = [(layout, readings) for layout in public if (readings := _read_fitting(images, layout))]
     if fitting and fitting[0][0].name == FVC.name and len(fitting[0][1]) == len(images) and not any(plain.values()):
@@ -309,24 +311,24 @@ def _refuse_shared_names(raw: Path, images: Iterable[str]) -> None:
 
 def _refuse_repeated_impressions(raw: Path, prints: Iterable[Print]) -> None:
     seen: dict[tuple[str, str, int], str] = {}
-    for one in prints:
-        other = seen.setdefault((one.set, one.finger, one.impression), one.path)
-        if other != one.path:
+    for file in prints:
+        other = seen.setdefault((file.set, file.finger, file.impression), file.path)
+        if other != file.path:
             raise UserError(
-                f"{raw}: {other} and {one.path} are both impression {one.impression} of finger {one.finger}"
-                f"{f' in set {one.set}' if one.set else ''}: the same print twice makes scores too good. Remove one, "
+                f"{raw}: {other} and {file.path} are both impression {file.impression} of finger {file.finger}"
+                f"{f' in set {file.set}' if file.set else ''}: the same print twice makes scores too good. Remove one, "
                 f"or tell them apart in an {INDEX_CSV}: {README}."
             )
 
 
 def find_set_dpi(options: Sequence[str], name: str) -> int:
     """Return the resolution that `packing.dpi_of_sets` states for a set; 0 if it names only others."""
-    return _match_dpi([one for one in options if fnmatchcase(name, one.rpartition(":")[0])], [name]).get(name, 0)
+    return _match_dpi([pair for pair in options if fnmatchcase(name, pair.rpartition(":")[0])], [name]).get(name, 0)
 
 
 def _match_dpi(options: Sequence[str], sets: Sequence[str]) -> dict[str, int]:
     """Return the resolution of each set that `packing.dpi_of_sets` names."""
-    found: dict[str, int] = {}
+    dpi_by_set: dict[str, int] = {}
     for option in options:
         pattern, colon, text = option.rpartition(":")
         low, high = DPI_RANGE
@@ -342,20 +344,20 @@ def _match_dpi(options: Sequence[str], sets: Sequence[str]) -> dict[str, int]:
                 f"{join_names([name or '(none: images directly in the raw folder)' for name in sets])}."
             )
         for name in matched:
-            if found.setdefault(name, int(text)) != int(text):
-                raise UserError(f"packing.dpi_of_sets: set '{name}' has {found[name]} and {text} dpi. Keep one.")
-    return found
+            if dpi_by_set.setdefault(name, int(text)) != int(text):
+                raise UserError(f"packing.dpi_of_sets: set '{name}' has {dpi_by_set[name]} and {text} dpi. Keep one.")
+    return dpi_by_set
 
 
 def _pick_examples(prints: Sequence[Print]) -> list[Print]:
     """Return five prints in their order: the first of each set, and evenly spaced ones, the last among them."""
-    firsts = {one.set: i for i, one in reversed(list(enumerate(prints)))}
+    firsts = {file.set: i for i, file in reversed(list(enumerate(prints)))}
     spaced = [i * (len(prints) - 1) // (EXAMPLES - 1) for i in range(EXAMPLES)]
     picked = list(dict.fromkeys([*sorted(firsts.values()), *reversed(spaced)]))[:EXAMPLES]
     return [prints[i] for i in sorted(picked)] if prints else []
 
 
-def _name_dpi(one: Print, packing: PackingSettings) -> str:
-    if one.dpi:
-        return str(one.dpi)
-    return f"of the file, or {packing.dpi}" if _read_suffix(one.path) == ".wsq" else str(packing.dpi)
+def _name_dpi(file: Print, packing: PackingSettings) -> str:
+    if file.dpi:
+        return str(file.dpi)
+    return f"of the file, or {packing.dpi}" if _read_suffix(file.path) == ".wsq" else str(packing.dpi)

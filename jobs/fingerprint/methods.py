@@ -1,4 +1,4 @@
-"""Scores prints without a model of your own: by BLPOC (`baseline`), and by the matcher of pairs (`matching`)."""
+"""Scores prints without training: by BLPOC (`baseline`), and by the matcher of pairs (`matching`)."""
 
 from dataclasses import dataclass
 

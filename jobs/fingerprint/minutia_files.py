@@ -47,17 +47,17 @@ def read_minutiae(image: Path, size_px: Size) -> NDArray[np.float32]:
 def _find_file(image: Path) -> Path:
     """Return `101_1.ist`, or `101_1.tif.ist`, of `101_1.tif`."""
     names = [stem + suffix for suffix in SUFFIXES for stem in (image.stem, image.name)]
-    found = [name for name in names if image.with_name(name).is_file()]
-    if len(found) != 1:
+    present = [name for name in names if image.with_name(name).is_file()]
+    if len(present) != 1:
         raise BadRecord(
             f"packing.minutiae=files: expected one of {', '.join(names[::2])} next to it, found "
-            f"{' and '.join(found) or 'none'}. To find minutiae in the image, type packing.minutiae=extract"
+            f"{' and '.join(present) or 'none'}. To find minutiae in the image, type packing.minutiae=extract"
         )
-    return image.with_name(found[0])
+    return image.with_name(present[0])
 
 
-def _make_error(file: Path, field: str, expected: object, found: object) -> BadRecord:
-    return BadRecord(f"its minutiae, {file.name}: {field}: expected {expected}, found {found}")
+def _make_error(file: Path, field: str, expected: object, value: object) -> BadRecord:
+    return BadRecord(f"its minutiae, {file.name}: {field}: expected {expected}, found {value}")
 
 
 def _read_iso(file: Path) -> tuple[Table, Size]:
@@ -68,15 +68,15 @@ def _read_iso(file: Path) -> tuple[Table, Size]:
     magic, version, length, width, height, _, _, views, _, count = HEADER.unpack_from(data)
     minutiae_end = HEADER.size + count * MINUTIA.itemsize
     extra = int.from_bytes(data[minutiae_end : minutiae_end + 2], "big")
-    for field, expected, found in (
+    for field, expected, value in (
         ("format identifier", b"FMR\0", magic),
         ("version", b" 20\0", version),
         ("record length", len(data), length),
         ("number of finger views", 1, views),
         (f"size with {count} minutiae and {extra} bytes of extended data", minutiae_end + 2 + extra, len(data)),
     ):
-        if found != expected:
-            raise _make_error(file, field, expected, found)
+        if value != expected:
+            raise _make_error(file, field, expected, value)
     table = np.frombuffer(data, MINUTIA, count, HEADER.size)
     x, y = table["type_x"] & LOW_14_BITS, table["y"] & LOW_14_BITS
     rows = np.stack([x, y, table["angle"] * (2 * pi / 256)], axis=1).astype(np.float64)

@@ -197,7 +197,7 @@ class FingerprintModule(TrainModule):
         return rows | {name: batch[name] for name in ("finger", "impression") if name in batch}
 
     def describe_predict(self) -> Signature:
-        """Return what the network takes and returns."""
+        """Describe the network's inputs and outputs."""
         return Signature(
             {"image": "gray levels of a print as packing cuts it (options.packing), resized to height and width"},
             {"embedding": "unit length; the score of two prints is their inner product"},
@@ -235,7 +235,7 @@ class FingerprintModule(TrainModule):
         places = np.searchsorted(rows["sample_id"], trials.ids)
         embedding = rows["embedding"][places]
         scores = score_methods(trials.images, trials.dpi, trials.one, trials.other, device=device)
-        found = {name: self._score_trials(trials, score_P) for name, score_P in scores.items()}
+        results = {name: self._score_trials(trials, score_P) for name, score_P in scores.items()}
         scores[RUN] = scoring.compare_embeddings(embedding[trials.one], embedding[trials.other])
         conditions = compute_quality_metrics(trials, scores)
         if self.evaluation.pose_curve:
@@ -251,9 +251,9 @@ class FingerprintModule(TrainModule):
             for system, name, value in values:
                 conditions.setdefault(system, {})[name] = value
         for system, metrics in conditions.items():
-            known = found.get(system, Score({}))
-            found[system] = replace(known, metrics={**known.metrics, **metrics})
-        return found
+            known = results.get(system, Score({}))
+            results[system] = replace(known, metrics={**known.metrics, **metrics})
+        return results
 
     def _score_trials(self, trials: "Trials", score_P: np.ndarray) -> Score:
         pairs, is_fvc = trials.select_pairs(score_P)
@@ -320,7 +320,7 @@ class FingerprintModule(TrainModule):
         return self.network.list_blocks()
 
     def sparse_gradients(self) -> dict[str, int]:
-        """Return what a global batch compares with: its own classes and the sampled ones; centres only of its own."""
+        """Return the classes that a global batch compares with: its own and the sampled ones; centres only its own."""
         if not self.sampled_classes:
             return {}
         sparse = {"directions": self.sampled_classes + self.global_batch_size}
@@ -338,7 +338,7 @@ class FingerprintModule(TrainModule):
 
 
 def _require_record(data: DataInfo, name: str, option: str) -> None:
-    """Refuse training data that was packed without what the model trains on."""
+    """Refuse data that was packed without a record that the model trains on."""
     if not len(data.train_ids):
         return
     try:

@@ -51,30 +51,30 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
 
 def _list_samples(raw: Path, config: Config, *, trains: bool) -> Iterator[Sample]:
     listing = list_prints(raw, config.packing)
-    _refuse_wsq_without_decoder([one.path for one in listing.prints])
+    _refuse_wsq_without_decoder([file.path for file in listing.prints])
     first: dict[str, Print] = {}
-    for one in listing.prints:
-        earliest = first.setdefault(one.finger, one)
-        first[one.finger] = min(earliest, one, key=lambda print_: print_.impression)
-    for one in listing.prints:
+    for file in listing.prints:
+        earliest = first.setdefault(file.finger, file)
+        first[file.finger] = min(earliest, file, key=lambda print_: print_.impression)
+    for file in listing.prints:
         if config.packing.ridges == "placed":
-            of_finger = first[one.finger]
+            of_finger = first[file.finger]
             frame = (raw / of_finger.path, of_finger.dpi) if trains else None
-            load = _choose_placed_loader(raw / one.path, config, stated_dpi=one.dpi, frame=frame)
+            load = _choose_placed_loader(raw / file.path, config, stated_dpi=file.dpi, frame=frame)
         else:
             minutiae = config.packing.minutiae if trains else "none"
-            load = _choose_loader(raw / one.path, config, stated_dpi=one.dpi, minutiae=minutiae)
+            load = _choose_loader(raw / file.path, config, stated_dpi=file.dpi, minutiae=minutiae)
         yield Sample(
-            key=one.path,
+            key=file.path,
             load=load,
             columns={
-                "finger": one.finger,
-                "impression": one.impression,
-                "set": one.set,
-                "split": one.split,
-                "dpi": one.dpi,
+                "finger": file.finger,
+                "impression": file.impression,
+                "set": file.set,
+                "split": file.split,
+                "dpi": file.dpi,
             },
-            source=raw / one.path,
+            source=raw / file.path,
         )
     for path, reason in listing.unreadable.items():
         yield Sample(key=path, load=partial(_refuse, reason), source=raw / path)
@@ -92,9 +92,9 @@ def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Itera
 
     Its folder below `raw` is its set, as for `packing.dpi_of_sets`.
     """
-    found = list_named(raw, SUFFIXES)
-    _refuse_wsq_without_decoder([name for name, _ in found])
-    for key, path in found:
+    files = list_named(raw, SUFFIXES)
+    _refuse_wsq_without_decoder([name for name, _ in files])
+    for key, path in files:
         stated_dpi = find_set_dpi(config.packing.dpi_of_sets, key.rpartition("/")[0].partition("/")[0])
         choose = _choose_loader if config.packing.ridges == "none" else _choose_placed_loader
         yield Sample(key, choose(path, config, stated_dpi=stated_dpi), source=path)
@@ -123,7 +123,7 @@ def _choose_placed_loader(
 
 
 def log_reading(raw: Path, config: Config) -> None:
-    """Log how a raw folder is read: five examples, what is not read, and what looks wrong."""
+    """Log how a raw folder is read: five examples, files that are not read, and suspicious names."""
     listing = list_prints(raw, config.packing)
     for line in describe_listing(listing, config.packing):
         logger.info("{}", line)
@@ -323,7 +323,7 @@ def _take_given_splits(
     ]
     if unlike:
         raise UserError(
-            "The split column of index.csv and split.*_sets both say which prints train. Remove the column and pack "
+            "The split column of index.csv and split.*_sets both choose training prints. Remove the column and pack "
             f"again, or type {' '.join(unlike)}"
         )
     masks = {str(name): given == name for name in ("train", *sorted(set(given.tolist()) - {"train"}))}
@@ -331,10 +331,10 @@ def _take_given_splits(
         fingers = _sort_fingers(finger_codes[masks["train"]], finger_names, config.seed)
         val, train = np.split(fingers, [_count_held_out(len(fingers), settings.val_share)])
         masks["val"], masks["train"] = np.isin(finger_codes, val), np.isin(finger_codes, train)
-    found = len(np.unique(finger_codes[masks["train"]]))
-    if found < 2:
+    count = len(np.unique(finger_codes[masks["train"]]))
+    if count < 2:
         raise UserError(
-            f"The split column of index.csv leaves {found} fingers to train on: at least 2 are needed. Give more lines "
+            f"The split column of index.csv leaves {count} fingers to train on: at least 2 are needed. Give more lines "
             "the split train, and pack again."
         )
     return masks
@@ -384,7 +384,7 @@ def _find_roles(settings: SplitSettings, names: list[str]) -> tuple[list[str], l
 
 
 def _refuse_shared_fingers(masks: Mapping[str, np.ndarray], finger_codes: np.ndarray, finger_names: list[str]) -> None:
-    """Refuse a finger in two of train, val and the tests: sets may share fingers. Two tests may, too."""
+    """Refuse a finger in two of train, val and the tests: sets may share fingers. Two tests may share fingers."""
     owners: dict[str, np.ndarray] = {}
     for name, mask in masks.items():
         role = name.partition("_")[0]
@@ -403,8 +403,8 @@ def _refuse_shared_fingers(masks: Mapping[str, np.ndarray], finger_codes: np.nda
 def _match_sets(option: str, patterns: list[str], names: list[str]) -> list[str]:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            found = ", ".join(name or "(none: images directly in the raw folder)" for name in sorted(names))
-            raise UserError(f"{option}: '{pattern}' matches no set. Sets (sub-folders) found: {found}.")
+            listed = ", ".join(name or "(none: images directly in the raw folder)" for name in sorted(names))
+            raise UserError(f"{option}: '{pattern}' matches no set. Sets (sub-folders) found: {listed}.")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 

@@ -11,7 +11,7 @@ ScoredPair = tuple[float, int, int]
 
 
 def find_extreme_pairs(embedding: np.ndarray, finger: np.ndarray, *, count: int) -> dict[str, list[ScoredPair]]:
-    """Return the pairs of N prints that are worth a look: what they are -> (cosine, row, row), the most extreme first.
+    """Return the pairs of N prints that are worth a look: their kind -> (cosine, row, row), the most extreme first.
 
     Args:
         embedding: (N, D) float32 of unit length.
@@ -23,7 +23,7 @@ def find_extreme_pairs(embedding: np.ndarray, finger: np.ndarray, *, count: int)
         "Two fingers, highest scores": (False, -1),
         "One finger, highest scores": (True, -1),
     }
-    found: dict[str, list[ScoredPair]] = {title: [] for title in kinds}
+    extremes: dict[str, list[ScoredPair]] = {title: [] for title in kinds}
     for start in range(0, len(finger), BLOCK_ROWS):
         cosine = embedding[start : start + BLOCK_ROWS] @ embedding[start:].T
         row, column = np.triu_indices(len(cosine), 1, cosine.shape[1])
@@ -31,14 +31,14 @@ def find_extreme_pairs(embedding: np.ndarray, finger: np.ndarray, *, count: int)
         for title, (is_genuine, sign) in kinds.items():
             places = np.flatnonzero(same == is_genuine)
             places = places[np.argsort(sign * score[places], kind="stable")[:count]]
-            found[title] += [(float(score[i]), start + int(row[i]), start + int(column[i])) for i in places.tolist()]
-            found[title].sort(key=lambda pair: pair[0], reverse=sign < 0)
-            del found[title][count:]
-    return {title: pairs for title, pairs in found.items() if pairs}
+            extremes[title] += [(float(score[i]), start + int(row[i]), start + int(column[i])) for i in places.tolist()]
+            extremes[title].sort(key=lambda pair: pair[0], reverse=sign < 0)
+            del extremes[title][count:]
+    return {title: pairs for title, pairs in extremes.items() if pairs}
 
 
 def compute_pair_metrics(pairs: scoring.Pairs, is_fvc: np.ndarray) -> dict[str, float]:
-    """Return the metrics of scored pairs; `score` of `FingerprintModule` says what they mean.
+    """Return the metrics of scored pairs; `FingerprintModule.score` documents them.
 
     Args:
         is_fvc: (I,) bool, which impostor pairs belong to the FVC protocol.

@@ -91,15 +91,15 @@ def _open_folder(folder: Path, dpi: int) -> tuple[Labels, Images]:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder. Name a folder of images such as 101_1.tif")
     config = Config(packing=PackingSettings(layout="sets", dpi=dpi))
-    found = [sample for sample in samples(folder, config) if sample.columns]
-    labels = [(str(one.columns["finger"]), int(one.columns["impression"])) for one in found]
+    prints = [sample for sample in samples(folder, config) if sample.columns]
+    labels = [(str(item.columns["finger"]), int(item.columns["impression"])) for item in prints]
     fingers = len({finger for finger, _ in labels})
     if fingers < 2 or fingers == len(labels):
         raise UserError(
             f"{folder}: expected prints of two fingers at least, and two of one of them, found {len(labels)} prints of "
             f"{fingers} fingers. Name a folder of images such as 101_1.tif"
         )
-    return labels, map(_read_print, found)
+    return labels, map(_read_print, prints)
 
 
 def _read_print(sample: Sample) -> NDArray[np.uint8]:
@@ -190,13 +190,13 @@ def _measure_blocks(gray: NDArray[np.uint8], foreground: NDArray[np.bool_]) -> t
     energy = np.abs(np.fft.rfft2(stack, (SPECTRUM, SPECTRUM))) ** 2 * in_band
     fy, fx = frequency
     periods, shares = [], []
-    for one in energy:
-        peak = np.unravel_index(one.argmax(), one.shape)
+    for block in energy:
+        peak = np.unravel_index(block.argmax(), block.shape)
         peak_y, peak_x = fy[peak], fx[peak]
         near = np.zeros_like(in_band)
         for sign in (1, -1):
             near |= np.hypot(fy - sign * peak_y, fx - sign * peak_x) < NEAR_PEAK
-        shares.append(float(one[near].sum() / max(one.sum(), 1e-9)))
+        shares.append(float(block[near].sum() / max(block.sum(), 1e-9)))
         if shares[-1] > COHERENT:
             periods.append(1 / float(np.hypot(peak_y, peak_x)))
     return float(np.mean(periods)) if len(periods) > 5 else np.nan, float(np.mean(shares))
@@ -214,10 +214,10 @@ def _make_spectrum() -> tuple[tuple[Floats, Floats], NDArray[np.bool_], Floats]:
 def _describe_set(name: str, labels: Labels, figures: Sequence[PrintFigures]) -> list[str]:
     """Return the cells of a set's line."""
     fingers = np.unique([finger for finger, _ in labels], return_inverse=True)[1]
-    period = np.array([one.period for one in figures])
-    centroid = np.array([one.centroid for one in figures])
+    period = np.array([figure.period for figure in figures])
+    centroid = np.array([figure.centroid for figure in figures])
     means, within = _summarize_fingers(period, fingers)
-    eer, duplicates = _compare_prints(np.stack([one.normalised for one in figures]), fingers)
+    eer, duplicates = _compare_prints(np.stack([figure.normalised for figure in figures]), fingers)
     return [
         name,
         str(len(figures)),
@@ -225,11 +225,11 @@ def _describe_set(name: str, labels: Labels, figures: Sequence[PrintFigures]) ->
         f"{np.nanmean(period):.2f}",
         f"{np.std(means):.2f}",
         f"{within:.2f}",
-        f"{np.median([one.area for one in figures]) / 1000:.0f}",
-        f"{np.nanmean([one.coherence for one in figures]):.2f}",
-        f"{np.median([one.minutiae for one in figures]):.0f}",
+        f"{np.median([figure.area for figure in figures]) / 1000:.0f}",
+        f"{np.nanmean([figure.coherence for figure in figures]):.2f}",
+        f"{np.median([figure.minutiae for figure in figures]):.0f}",
         f"{np.mean([_summarize_fingers(axis, fingers)[1] for axis in centroid.T]):.1f}",
-        f"{np.nanmedian([one.background for one in figures]):.0f}",
+        f"{np.nanmedian([figure.background for figure in figures]):.0f}",
         f"{eer:.1%}",
         str(duplicates),
     ]

@@ -119,7 +119,7 @@ def test_the_split_column_of_index_csv_wins() -> None:
     assert [len(parts[name]) for name in ("train", "val", "test_one")] == [26, 4, 10]
     config = Config()
     config.split.test_sets = ["two"]
-    with pytest.raises(UserError, match=r"both say which prints train.*split\.test_sets=\[\]"):
+    with pytest.raises(UserError, match=r"both choose training prints.*split\.test_sets=\[\]"):
         splits(columns, vocabulary, config)
     with pytest.raises(UserError, match="leaves 0 fingers to train on"):
         splits(*make_shared_columns("t" * 20), Config())

@@ -1,4 +1,4 @@
-"""Decodes WSQ, the FBI's format for prints, in a process of its own."""
+"""Decodes WSQ, the FBI's format for prints, in a separate process."""
 
 import importlib.util
 import struct
@@ -37,7 +37,7 @@ def decode_wsq(data: bytes) -> tuple[NDArray[np.uint8], int]:
     """Return the pixels (H, W) of a WSQ file and its resolution in dots per inch, 0 if the file does not say.
 
     NIST's decoder is C code that trusts the file: on one of about 500 damaged files it ends the process that runs it.
-    So it runs in a process of its own, with a limit on time and memory. About 60 ms of one core.
+    So it runs in a separate process, with a limit on time and memory. About 60 ms of one core.
 
     Raises:
         BadRecord: the file is not a complete WSQ file.

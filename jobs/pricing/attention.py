@@ -97,7 +97,7 @@ class WindowedSelfAttention(nn.Module):
         return context.reshape(hidden_states.shape[:2] + (-1,)), None
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """Turn (B, L, N) into (H, B L, D) in memory of its own."""
+        """Turn (B, L, N) into (H, B L, D) in new memory."""
         return x.view(-1, self.heads, x.shape[-1] // self.heads).transpose(0, 1).contiguous()
 
 

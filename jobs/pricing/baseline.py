@@ -75,7 +75,7 @@ class TfidfRidge:
         return prices
 
     def to_json(self) -> str:
-        """Return what was fitted as JSON, weights and coefficients to seven digits."""
+        """Serialize the fit as JSON, weights and coefficients to seven digits."""
         words = sorted(self._vectorizer.vocabulary_, key=self._vectorizer.vocabulary_.__getitem__)
         idf, coefficients = (
             [float(f"{value:.7g}") for value in values] for values in (self._vectorizer.idf_, self._ridge.coef_)
@@ -86,11 +86,11 @@ class TfidfRidge:
     @classmethod
     def from_json(cls, text: str) -> "TfidfRidge":
         """Read what `to_json` wrote."""
-        state, found = json.loads(text), cls()
-        found._vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, vocabulary=state["words"])
-        found._vectorizer.idf_ = np.array(state["idf"])
-        found._ridge.coef_, found._ridge.intercept_ = np.array(state["coefficients"]), state["intercept"]
-        return found
+        state, fitted = json.loads(text), cls()
+        fitted._vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, vocabulary=state["words"])
+        fitted._vectorizer.idf_ = np.array(state["idf"])
+        fitted._ridge.coef_, fitted._ridge.intercept_ = np.array(state["coefficients"]), state["intercept"]
+        return fitted
 
     @staticmethod
     def _stack_features(words: spmatrix, numbers: np.ndarray | None) -> spmatrix:

@@ -57,14 +57,14 @@ def find(raw: Path, *, prefer: str) -> Path:
     files = list_files(raw, {".csv", ".tsv", Path(prefer).suffix.lower()}, depth=0)
     if raw / prefer in files:
         return raw / prefer
-    found = [path for path in files if path.suffix.lower() in (".csv", ".tsv")]
-    if len(found) != 1:
-        names = ", ".join(path.name for path in found) or "no .csv"
+    tables = [path for path in files if path.suffix.lower() in (".csv", ".tsv")]
+    if len(tables) != 1:
+        names = ", ".join(path.name for path in tables) or "no .csv"
         raise UserError(
             f"{raw}: expected one CSV file, or one named {prefer}; found {names}. Name the file: packing.file=NAME, or "
             "pass the file itself to a command that takes one."
         )
-    return found[0]
+    return tables[0]
 
 
 def read(path: Path, columns: Columns) -> list[Entry]:
@@ -104,7 +104,7 @@ def read_rows(path: Path, columns: Columns) -> Iterator[tuple[int, dict[str, str
 
 
 def _describe_missing_columns(names: Sequence[str], columns: Columns, delimiter: str) -> str:
-    """Say which columns are missing, which look most like them, and which options name others."""
+    """List the missing columns, the ones most like them, and the options that name others."""
     options = {
         "id_column": [columns.key],
         "text_column": [columns.texts[0]],
@@ -123,10 +123,10 @@ def _describe_missing_columns(names: Sequence[str], columns: Columns, delimiter:
             remedies.append(format_override(f"packing.{option}", chosen if option.endswith("s") else chosen[0]))
     separated = "" if delimiter in ("", ",") else f", separated by {foreign.DELIMITERS[delimiter]}"
     has = join_names(names, most=20) or "none"
-    found = f"no {_plural('column', missing)} {', '.join(missing)}. It has: {has}{separated}."
+    fault = f"no {_plural('column', missing)} {', '.join(missing)}. It has: {has}{separated}."
     if not columns.price:
-        return f"{found} Rename the columns in the file: the run was trained with the missing names."
-    return f"{found} Name the right {_plural('column', missing)}: {' '.join(remedies)}"
+        return f"{fault} Rename the columns in the file: the run was trained with the missing names."
+    return f"{fault} Name the right {_plural('column', missing)}: {' '.join(remedies)}"
 
 
 def _plural(noun: str, counted: Sequence[str]) -> str:
@@ -142,8 +142,8 @@ def _parse_row(
     if columns.price:
         price = amounts.read_price(row[columns.price], line=line)
         if not (price > 0 and math.isfinite(price)):
-            found = f"{columns.price} is '{row[columns.price]}', expected a number above 0"
-            faults.append((found, _name_price_fault(row[columns.price], price)))
+            message = f"{columns.price} is '{row[columns.price]}', expected a number above 0"
+            faults.append((message, _name_price_fault(row[columns.price], price)))
         elif not any(text.strip() for text in texts):
             faults.append((f"{' and '.join(columns.texts)} is empty", "no text"))
     numbers = []

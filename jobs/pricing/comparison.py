@@ -81,20 +81,20 @@ def _read_fold(run: Path) -> int:
     """Return the fold that a run is tested on."""
     config = run / "config.yaml"
     lines = config.read_text().splitlines() if config.is_file() else []
-    found = [line.split(":")[1] for line in lines if line.strip().startswith("fold:")]
-    if not found:
+    folds = [line.split(":")[1] for line in lines if line.strip().startswith("fold:")]
+    if not folds:
         raise UserError(f"{run}: not a pricing run: expected a config.yaml there that names a fold.")
-    return int(found[0])
+    return int(folds[0])
 
 
 def _read_test_smape(run: Path) -> float:
     """Return a finished run's SMAPE on its test fold."""
     from trainyard.runs.events import read_metrics
 
-    found = [line["smape"] for line in read_metrics(run) if line.get("split") == "test"]
-    if not found:
+    values = [line["smape"] for line in read_metrics(run) if line.get("split") == "test"]
+    if not values:
         raise UserError(f"{run}: the test fold has no score yet. Finish the run: trainyard resume {quote_path(run)}")
-    return float(found[-1])
+    return float(values[-1])
 
 
 def _build_config(options: Sequence[str]) -> Config:

@@ -42,7 +42,7 @@ class RateSettings:
 
 @dataclass
 class LossSettings:
-    """What is minimised, on the error of ln(price)."""
+    """Options of the loss, on the error of ln(price)."""
 
     beta: float = option(0.5, "error in ln below which smooth L1 is quadratic", low=0.01)
     smape_after_epochs: float = option(

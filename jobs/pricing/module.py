@@ -104,7 +104,7 @@ class PricingModule(TrainModule):
         return rows | {name: batch[name] for name in ("price", "group") if name in batch}
 
     def describe_predict(self) -> Signature:
-        """Return what the network takes and returns; tokenizer and features are among the artifacts."""
+        """Describe the network's inputs and outputs; tokenizer and features are among the artifacts."""
         inputs = {
             "tokens": f"ids of artifacts.{TOKENIZER}, from [CLS] to [SEP], padded with 0 to one length of 3 or more",
             "tokens_count": "number of tokens of each text",
@@ -123,8 +123,8 @@ class PricingModule(TrainModule):
 
     def compute_intervals(self, rows: Rows) -> dict[str, float]:
         """Return the ends of the interval of the SMAPE over resampled groups of near-duplicates."""
-        found = metrics.compute_intervals(rows["predicted"], rows["price"], groups=rows["group"], draws=self.draws)
-        return found.to_metrics()
+        intervals = metrics.compute_intervals(rows["predicted"], rows["price"], groups=rows["group"], draws=self.draws)
+        return intervals.to_metrics()
 
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
@@ -200,8 +200,8 @@ class PricingModule(TrainModule):
         own = cast(Tensor, getattr(self, ARTIFACTS_BUFFER))
         loaded = state_dict.get(ARTIFACTS_BUFFER)
         if loaded is not None and not torch.equal(loaded.cpu(), own.cpu()):
-            expected, found = read_artifacts({ARTIFACTS_BUFFER: own}), read_artifacts({ARTIFACTS_BUFFER: loaded})
-            differ = ", ".join(name for name in sorted(expected) if expected[name] != found.get(name))
+            expected, stored = read_artifacts({ARTIFACTS_BUFFER: own}), read_artifacts({ARTIFACTS_BUFFER: loaded})
+            differ = ", ".join(name for name in sorted(expected) if expected[name] != stored.get(name))
             raise UserError(
                 f"The checkpoint was trained with another {differ or 'state'} than the one this data was packed with, "
                 "so its weights do not fit. Use the data it was trained on, or train on this data from scratch."

@@ -335,10 +335,10 @@ def _fit_artifacts(
 
 def _check_group_count(file: str, packing: PackingSettings, keys: list[str]) -> None:
     needed = max(packing.folds, round(1 / packing.val_share) if packing.val_share else 2)
-    found = len(set(keys))
-    if found < 2 * needed:
+    count = len(set(keys))
+    if count < 2 * needed:
         raise UserError(
-            f"{file}: the {len(keys)} valid rows form {found} groups of near-duplicates, such as '{keys[0]}'; expected "
+            f"{file}: the {len(keys)} valid rows form {count} groups of near-duplicates, such as '{keys[0]}'; expected "
             f"{2 * needed} or more, for packing.folds={packing.folds} and packing.val_share={packing.val_share:g}. "
             "Give more rows, or form smaller groups: packing.group=text"
         )

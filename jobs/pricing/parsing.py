@@ -153,17 +153,17 @@ def clean(text: str) -> str:
 def read_unit(text: str) -> tuple[str, float] | None:
     """Return the kind and size of a unit such as "Fl. Oz", "Ounce(s)" or "Grams(gm)"; None if it is unknown.
 
-    What is in brackets must be the same unit: "Ounce (box)" is unknown.
+    Brackets must contain the same unit: "Ounce (box)" is unknown.
     """
     words = re.split(r"[()]", re.sub(r"\(e?s\)", "", text.lower()))
-    found = {UNITS.get(word) for word in (re.sub(r"[\s.\-]", "", word) for word in words) if word}
-    return found.pop() if len(found) == 1 else None
+    units = {UNITS.get(word) for word in (re.sub(r"[\s.\-]", "", word) for word in words) if word}
+    return units.pop() if len(units) == 1 else None
 
 
 def find_pack_quantity(text: str) -> int:
     """Return the item pack quantity: the largest of "pack of N", "N-count", "qty N", ..., else 1."""
-    found = [int(match) for pattern in _PACKS for match in pattern.findall(text)]
-    return max(1, *(n for n in [1, *found] if n <= _MAX_PACK))
+    quantities = [int(match) for pattern in _PACKS for match in pattern.findall(text)]
+    return max(1, *(n for n in [1, *quantities] if n <= _MAX_PACK))
 
 
 def compute_group_key(item: Item, *, by: str) -> str:

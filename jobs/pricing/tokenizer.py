@@ -113,7 +113,7 @@ def _read_sentencepiece(file: Path) -> Tokenizer:
             raise ValueError(f"its model_type is {kind}, expected 1 (unigram)")
         options.convert_tokens_to_ids = {entry.piece: i for i, entry in enumerate(converter.proto.pieces)}.get
         tokenizer: Tokenizer = converter.converted()
-    except Exception as error:  # protobuf and tokenizers raise what they like
+    except Exception as error:  # protobuf and tokenizers raise any exception
         raise UserError(f"{file}: not a SentencePiece model of DeBERTa-v2 or -v3: {error}.") from None
     tokenizer.add_tokens([AddedToken("[MASK]", normalized=False, special=True)])
     return tokenizer

@@ -12,7 +12,7 @@ from .features import Features
 from .pack import FEATURES, TOKENIZER
 
 PREFIX, OURS = "deberta.", "network.encoder."
-HINT = "Expected a DeBERTa-v3 checkpoint with the names of transformers, and the sizes of its own config.json."
+HINT = "Expected a DeBERTa-v3 checkpoint with the names of transformers, and the sizes of its config.json."
 
 ARTIFACTS_BUFFER = "artefact"  # the name in checkpoints
 
@@ -35,7 +35,7 @@ def adapt_run(tensors: Mapping[str, Tensor], artifacts: Mapping[str, str]) -> Ad
     numbers may differ: they are this run's own.
 
     Raises:
-        UserError: the file does not say what its tokenizer and its numbers are.
+        UserError: the file does not describe its tokenizer and its numbers.
     """
     named, hint = dict(tensors), ""
     try:

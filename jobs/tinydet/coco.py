@@ -62,7 +62,7 @@ class Collection:
 
 @dataclass(frozen=True)
 class SetSummary:
-    """What a set contains."""
+    """Counts of one set."""
 
     name: str
     images: int
@@ -207,9 +207,9 @@ def _read_images(
 ) -> Iterator[AnnotatedImage]:
     path, images, objects = file.path, content.images, content.group_objects()
     places = list_image_folders(raw, file)
-    found = {entry.file_name: find_image(raw, places, entry.file_name, where=str(path)) for entry in images}
-    if found and not any(found.values()):
-        raise _describe_missing_images(raw, file, list(found), places)
+    paths = {entry.file_name: find_image(raw, places, entry.file_name, where=str(path)) for entry in images}
+    if paths and not any(paths.values()):
+        raise _describe_missing_images(raw, file, list(paths), places)
     for entry in sorted(images, key=lambda image: image.file_name):
         rows = list(_read_objects(path, entry, objects[entry.id], rules, counts))
         table = np.array([row[:5] for row in rows], dtype=np.float64).reshape(-1, 5)
@@ -218,7 +218,7 @@ def _read_images(
         factor = np.array(size_px) / np.array(entry.size_px)
         yield AnnotatedImage(
             name=file.prefix + entry.file_name,
-            path=found[entry.file_name],
+            path=paths[entry.file_name],
             searched=tuple(places),
             file=file.name,
             image_id=entry.id,

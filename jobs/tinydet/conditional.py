@@ -1,4 +1,4 @@
-"""Conditional DETR: each query attends around a reference point of its own (Meng et al., arXiv:2108.06152)."""
+"""Conditional DETR: each query attends around its reference point (Meng et al., arXiv:2108.06152)."""
 
 import itertools
 import math

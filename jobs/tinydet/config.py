@@ -116,7 +116,7 @@ class BoxSettings:
 
 @dataclass
 class PackingSettings:
-    """How images and annotations become samples. Changing one of these means packing again."""
+    """Options of packing. Changing one of these means packing again."""
 
     scale: float = option(1.0, "factor on the size of images and boxes, applied first", low=0.05, high=1)
     tile_px: int = option(0, "side of the tiles that images are cut into; 0: whole images", low=0)
@@ -138,7 +138,7 @@ class PackingSettings:
 
 @dataclass
 class EvaluationSettings:
-    """How detections are scored."""
+    """Options of scoring."""
 
     areas: str = option(
         "aitod",

@@ -49,7 +49,7 @@ def build_denoising_queries(
     sign = torch.randint(2, (batch, count, 4), device=device) * 2 - 1
     half_BN4 = (box_BN4[..., 2:] / 2).repeat(1, 1, 2)
     noised_BN4 = xyxy_to_cxcywh((cxcywh_to_xyxy(box_BN4) + sign * share * half_BN4 * box_noise).clamp(0, 1))
-    sides = noised_BN4[..., 2:].abs().clamp(min=SIDE_MIN)  # of boxes with swapped edges, too
+    sides = noised_BN4[..., 2:].abs().clamp(min=SIDE_MIN)  # also of boxes with swapped edges
     noised_BN4 = torch.cat([noised_BN4[..., :2], sides], dim=-1)
     middle = noised_BN4.new_tensor([0.5, 0.5, 0.1, 0.1])
     return DenoisingQueries(

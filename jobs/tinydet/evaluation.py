@@ -24,7 +24,7 @@ SIZES: dict[str, dict[str, tuple[float, float]]] = {
 """Areas in square pixels of the whole image; those of AI-TOD are from its own evaluator, jwwangchn/cocoapi-aitod."""
 
 LIMITS = {"coco": (1, 10, 100), "aitod": (1, 100, 1500)}
-"""How many detections per image and category count, at most."""
+"""Numbers of detections per image and category that are scored, at most."""
 
 
 @dataclass(frozen=True)
@@ -108,19 +108,19 @@ def _list_overlaps(evaluator: COCOeval, label: int, images: int) -> tuple[np.nda
     """Return scores and overlaps of a category's detections at IoU 0.50, and the number of its objects."""
     scores, overlaps, objects = [np.empty(0)], [np.empty(0)], 0
     matched = evaluator.evalImgs[label * len(evaluator.params.areaRng) * images :][:images]  # the first range: all
-    for image, one in enumerate(matched):
-        if one is None:
+    for image, match in enumerate(matched):
+        if match is None:
             continue
-        objects += int(np.count_nonzero(one["gtIgnore"] == 0))
-        counts = one["dtIgnore"][0] == 0
-        scores.append(np.array(one["dtScores"])[counts])
+        objects += int(np.count_nonzero(match["gtIgnore"] == 0))
+        counts = match["dtIgnore"][0] == 0
+        scores.append(np.array(match["dtScores"])[counts])
         own = (truth["id"] for truth in evaluator.cocoGt.imgToAnns[image] if truth["category_id"] == label)
         numbers = {truth: i for i, truth in enumerate(own)}
-        found = [
+        pairs = [
             evaluator.ious[image, label][d, numbers[int(truth)]] if truth else 0.0
-            for d, truth in enumerate(one["dtMatches"][0])
+            for d, truth in enumerate(match["dtMatches"][0])
         ]
-        overlaps.append(np.array(found)[counts])
+        overlaps.append(np.array(pairs)[counts])
     return np.concatenate(scores), np.concatenate(overlaps), objects
 
 
@@ -147,11 +147,11 @@ def compute_intervals(
         return summarize_draws([], draws=0)
     evaluator = _match(truths, detections, categories, LIMITS[areas], {"all": (0.0, FAR)})
     images, thresholds = len(truths), evaluator.params.recThrs
-    found = [_MatchedCategory(evaluator.evalImgs[k * images : (k + 1) * images]) for k in range(categories)]
+    matched = [_MatchedCategory(evaluator.evalImgs[k * images : (k + 1) * images]) for k in range(categories)]
     rng, resampled = np.random.default_rng(seed), []
     for _ in range(draws):
         copies = np.bincount(rng.integers(images, size=images), minlength=images)
-        rows = [row for one in found if (row := one.compute_ap(copies, thresholds)) is not None]
+        rows = [row for category in matched if (row := category.compute_ap(copies, thresholds)) is not None]
         if rows and np.count_nonzero(copies) > 1:
             ap = np.mean(rows, axis=0)  # by IoU
             resampled.append({"ap": float(ap.mean()), "ap50": float(ap[0]), "ap75": float(ap[5])})
@@ -175,12 +175,12 @@ def compute_f1(
         return 1.0
     overlap, _ = geometry.iou(torch.from_numpy(boxes)[:, None].double(), torch.from_numpy(objects)[None].double())
     overlap_mn = np.where(labels[:, None] == object_labels[None], overlap.numpy(), 0)
-    found = 0
+    hits = 0
     for own in overlap_mn:
         if own.size and own.max() >= above:
-            found += 1
+            hits += 1
             overlap_mn[:, own.argmax()] = 0
-    return 2 * found / (len(objects) + len(boxes))
+    return 2 * hits / (len(objects) + len(boxes))
 
 
 class _MatchedCategory:
@@ -190,15 +190,16 @@ class _MatchedCategory:
     """
 
     def __init__(self, images: Sequence[dict[str, Any] | None]) -> None:
-        self.objects = np.array([0 if one is None else np.count_nonzero(one["gtIgnore"] == 0) for one in images])
-        known = [(number, one) for number, one in enumerate(images) if one is not None]
+        self.objects = np.array([0 if match is None else np.count_nonzero(match["gtIgnore"] == 0) for match in images])
+        known = [(number, match) for number, match in enumerate(images) if match is not None]
         empty = np.zeros((10, 0), dtype=bool)
-        scores = np.concatenate([[], *(one["dtScores"] for _, one in known)])
+        scores = np.concatenate([[], *(match["dtScores"] for _, match in known)])
         matched, ignored = (
-            np.concatenate([empty, *(one[name] != 0 for _, one in known)], axis=1) for name in ("dtMatches", "dtIgnore")
+            np.concatenate([empty, *(match[name] != 0 for _, match in known)], axis=1)
+            for name in ("dtMatches", "dtIgnore")
         )
         order = np.argsort(-scores, kind="mergesort")  # as the evaluator breaks ties
-        self.image = np.repeat([number for number, _ in known], [len(one["dtScores"]) for _, one in known])[order]
+        self.image = np.repeat([number for number, _ in known], [len(match["dtScores"]) for _, match in known])[order]
         self.right = [np.flatnonzero(row) for row in (matched & ~ignored)[:, order]]
         self.ignored = [np.flatnonzero(row) for row in ignored[:, order]]
 
@@ -232,10 +233,10 @@ def _match(
         images = [{"id": number} for number in range(len(truths))]
         names = [{"id": label} for label in range(categories)]
         objects = _make_entries(
-            (one.boxes, one.labels, {"area": one.areas, "iscrowd": one.crowd.astype(np.int64)}) for one in truths
+            (item.boxes, item.labels, {"area": item.areas, "iscrowd": item.crowd.astype(np.int64)}) for item in truths
         )
-        found = _make_entries((one.boxes, one.labels, {"score": one.scores}) for one in detections)
-        for coco, entries in ((coco_truth, objects), (coco_detections, found)):
+        detected = _make_entries((item.boxes, item.labels, {"score": item.scores}) for item in detections)
+        for coco, entries in ((coco_truth, objects), (coco_detections, detected)):
             coco.dataset = {"images": images, "categories": names, "annotations": list(entries)}
             coco.createIndex()
         evaluator = COCOeval(coco_truth, coco_detections, "bbox")

@@ -30,7 +30,7 @@ class ExactLinear(nn.Linear):
 def multiply(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return x (..., I) times weight (O, I), plus bias (O,), in float32.
 
-    An operator of its own, because torch.compile cannot trace the switch of TF32.
+    A custom operator, because torch.compile cannot trace the switch of TF32.
     """
     with multiply_in_float32(x.device.type):
         return F.linear(x, weight, bias)

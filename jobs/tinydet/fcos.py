@@ -49,8 +49,8 @@ class FCOS(nn.Module):
     def detect(self, x_BCHW: Tensor, *, most: int, overlap: float = 0.6) -> Detections:
         """Return the best detections; of those of one category that overlap, the best.
 
-        Of many that overlap in a chain, the first suppresses the third, too (Bolya et al. 2019, arXiv:1904.02689,
-        section 4.3), so that shapes do not depend on the image. Suppressed ones have score 0.
+        A suppressed detection suppresses others as well (Bolya et al. 2019, arXiv:1904.02689, section 4.3), so that
+        shapes do not depend on the image. Suppressed detections have score 0.
         """
         logits_BNK, boxes_BN4, central_BN, _ = self(x_BCHW)
         with torch.autocast(x_BCHW.device.type, enabled=False):

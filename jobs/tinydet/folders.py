@@ -27,7 +27,7 @@ from .visdrone import list_texts
 YOLO, VOC, LABELME = "YOLO", "Pascal VOC", "LabelMe"
 SUFFIXES = {YOLO: ".txt", VOC: ".xml", LABELME: ".json"}
 ROLES = {"images", "jpegimages", "labels", "annotations", "json", "xml", "imagesets", "main"}
-"""Folders that say what is in them, and not which images belong together."""
+"""Folders named after their contents; they do not tell which images belong together."""
 ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 
 Box = tuple[str | int, list[float], bool]  # category, x, y, width, height in px, and whether it is ignored
@@ -109,8 +109,8 @@ def find_folders(raw: Path) -> list[AnnotationFile]:
         pairs.setdefault(name, []).append((image, annotations))
     named = tables[0] if tables else raw
     return [
-        AnnotationFile(named, name, folder=PairedFolder(kind, raw, tuple(sorted(found)), tuple(tables), classes))
-        for name, found in sorted(pairs.items())
+        AnnotationFile(named, name, folder=PairedFolder(kind, raw, tuple(sorted(members)), tuple(tables), classes))
+        for name, members in sorted(pairs.items())
     ]
 
 
@@ -134,15 +134,15 @@ def read_folder(folder: PairedFolder) -> Annotations:
             objects.append(ObjectEntry(number, category, bbox, id=f"{path}, object {place}", ignore=ignored))
     if unlabelled := sum(path is None for _, path in folder.pairs):
         logger.info("{}: {} images without a file of labels have no objects", folder.raw, unlabelled)
-    found = {entry.category_id for entry in objects}
-    names = enumerate(folder.classes) if folder.classes else ((one, one) for one in sorted(found, key=str))
+    ids = {entry.category_id for entry in objects}
+    names = enumerate(folder.classes) if folder.classes else ((key, key) for key in sorted(ids, key=str))
     return Annotations(images, objects, [CategoryEntry(number, name) for number, name in names])
 
 
 def _find_kind(raw: Path) -> str:
     """Return which of these formats a folder has; "" if it has COCO's or VisDrone's files, or none."""
     near = [raw / "annotations", raw, *list_set_folders(raw)]
-    tables = next((found for folder in near if (found := list_files(folder, {".json"}, depth=0))), [])
+    tables = next((files for folder in near if (files := list_files(folder, {".json"}, depth=0))), [])
     if tables and _is_labelme(tables[0]):
         return LABELME
     if not tables or tables[0].parent != near[0]:  # COCO's annotations may be next to the same boxes as YOLO's
@@ -163,7 +163,7 @@ def _find_deep_kind(raw: Path) -> str:
 
 
 def _is_labelme(path: Path) -> bool:
-    """Return whether a JSON file is LabelMe's, and not COCO's, by what it begins with: some have gigabytes."""
+    """Return whether a JSON file is LabelMe's, and not COCO's, from its first 64 KiB: some have gigabytes."""
     try:
         with path.open("rb") as file:
             return re.search(rb'"(shapes|imageData|imageHeight|imagePath)"\s*:', file.read(1 << 16)) is not None
@@ -172,22 +172,22 @@ def _is_labelme(path: Path) -> bool:
 
 
 def _index(raw: Path, paths: Iterable[Path]) -> dict[str, list[Path]]:
-    found: dict[str, list[Path]] = {}
+    index: dict[str, list[Path]] = {}
     for path in paths:
-        found.setdefault(_make_key(path.relative_to(raw).with_suffix("").parts), []).append(path)
-    return found
+        index.setdefault(_make_key(path.relative_to(raw).with_suffix("").parts), []).append(path)
+    return index
 
 
 def _make_key(parts: Iterable[str]) -> str:
-    """Return what an image and its annotations have in common: images/train/a and labels/train/a are train/a."""
+    """Return the key that an image and its annotations share: images/train/a and labels/train/a are train/a."""
     return "/".join(part for part in parts if part.lower() not in ROLES)
 
 
 def _take(index: Mapping[str, Sequence[Path]], key: str) -> Path | None:
-    found = index.get(key, [])
-    if len(found) > 1:
-        raise UserError(f"{found[0]} and {found[1]}: one of them belongs to '{key}'. Rename or remove the other.")
-    return found[0] if found else None
+    paths = index.get(key, [])
+    if len(paths) > 1:
+        raise UserError(f"{paths[0]} and {paths[1]}: one of them belongs to '{key}'. Rename or remove the other.")
+    return paths[0] if paths else None
 
 
 def _find_set(folders: Sequence[str]) -> str:
@@ -204,7 +204,7 @@ def _read_list(path: Path, raw: Path, images: Mapping[str, Any], base: Path | No
         name = PurePosixPath(parts[-1] if parts else "")
         parts[-1:] = [name.stem if name.suffix.lower() in IMAGES else name.name]
         tails = [parts[start:] for start in range(len(parts))]
-        keys = [_make_key(one) for tail in tails for one in ([*folder, *tail], tail)]
+        keys = [_make_key(place) for tail in tails for place in ([*folder, *tail], tail)]
         if (key := next((key for key in keys if key in images), None)) is None:
             raise UserError(
                 f"{path}, line {line}: there is no image '{text.strip()}' in {raw}. Add it, or remove the line."
@@ -214,12 +214,12 @@ def _read_list(path: Path, raw: Path, images: Mapping[str, Any], base: Path | No
 
 def _list_descriptions(raw: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Return YOLO's data.yaml, whatever it is called: what names classes."""
-    found = []
+    descriptions = []
     for path in list_files(raw, {".yaml", ".yml"}, depth=0):
         content = load_yaml(path.read_bytes(), path, error=UserError, plain=True)
         if isinstance(content, dict) and isinstance(content.get("names"), list | dict):
-            found.append((path, content))
-    return found
+            descriptions.append((path, content))
+    return descriptions
 
 
 def _read_description(
@@ -230,14 +230,14 @@ def _read_description(
     Raises:
         UserError: several files could be meant, or one names a folder or a list that is missing.
     """
-    found = _list_descriptions(raw)
-    if len(found) > 1:
-        raise UserError(f"{found[0][0]} and {found[1][0]}: both name classes. Move one of them away.")
-    if not found:
+    descriptions = _list_descriptions(raw)
+    if len(descriptions) > 1:
+        raise UserError(f"{descriptions[0][0]} and {descriptions[1][0]}: both name classes. Move one of them away.")
+    if not descriptions:
         lists = [raw / "classes.txt", raw / "labels" / "classes.txt", *list_files(raw, {".names"}, depth=0)]
         table = next((path for path in lists if path.is_file()), None)
         return (tuple(text.strip() for _, text in read_lines(table)), [table], {}) if table else ((), [], {})
-    [(path, content)] = found
+    [(path, content)] = descriptions
     note_read(path)
     names = content["names"]
     names = [names[number] for number in sorted(names)] if isinstance(names, dict) else names
@@ -327,15 +327,15 @@ def _read_voc(path: Path, image: Path) -> tuple[tuple[int, int], list[Box]]:
         first = 1 if "VOC2" in root.findtext("source/database", "") else 0
         size = [int(float(root.findtext(f"size/{name}") or 0)) for name in ("width", "height")]
         boxes: list[Box] = []
-        for found in root.findall("object"):
+        for element in root.findall("object"):
             x0, y0, x1, y1 = (
-                float(found.findtext(f"bndbox/{name}") or "nan") for name in ("xmin", "ymin", "xmax", "ymax")
+                float(element.findtext(f"bndbox/{name}") or "nan") for name in ("xmin", "ymin", "xmax", "ymax")
             )
-            name = found.findtext("name", "").strip()
+            name = element.findtext("name", "").strip()
             if not name or not all(abs(value) < 1e9 for value in (x0, y0, x1, y1)):
                 raise ValueError(f"object {len(boxes) + 1} has no name, or no number for a side")
             bbox = [x0 - first, y0 - first, x1 - x0 + first, y1 - y0 + first]
-            boxes.append((name, bbox, found.findtext("difficult", "0").strip() == "1"))
+            boxes.append((name, bbox, element.findtext("difficult", "0").strip() == "1"))
     except (ElementTree.ParseError, ValueError) as error:
         raise UserError(f"{path}: {error}: {expected}.") from None
     return (size[0], size[1]) if all(size) else read_upright_px(image), boxes

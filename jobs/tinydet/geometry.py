@@ -154,8 +154,8 @@ def merge_detections(
         own = np.flatnonzero(labels == label)
         box = torch.from_numpy(boxes[own]).double()
         score = torch.from_numpy(scores[own]).double()
-        found = nms(box, score, above) if by == "iou" else _suppress_by_nwd(xyxy_to_cxcywh(box), score, above, nwd_px)
-        kept.append(own[found.numpy()])
+        best = nms(box, score, above) if by == "iou" else _suppress_by_nwd(xyxy_to_cxcywh(box), score, above, nwd_px)
+        kept.append(own[best.numpy()])
     joined = np.concatenate(kept) if kept else np.zeros(0, dtype=np.int64)
     best_first: np.ndarray = joined[np.argsort(-scores[joined], kind="stable")]
     return best_first

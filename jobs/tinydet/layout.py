@@ -35,7 +35,7 @@ ACCEPTED_FOLDERS = {"train": ("train", BOTH), "val": ("val", BOTH), "test": ("te
 
 @dataclass(frozen=True)
 class AnnotationFile:
-    """An annotation file, and what its name says."""
+    """An annotation file, with its set and year as read from the name."""
 
     path: Path  # a file, or VisDrone's folder of texts
     set: str  # one of SETS, BOTH, or empty: it names none
@@ -44,7 +44,7 @@ class AnnotationFile:
 
     @property
     def name(self) -> str:
-        """What messages call it: the file, or the folder of the set."""
+        """Its name in messages: the file, or the folder of the set."""
         if self.folder is not None:
             return f"the {self.folder.kind} folder"
         return self.path.parent.name if self.path.is_dir() else self.path.name
@@ -72,24 +72,24 @@ def find_annotation_files(raw: Path) -> tuple[list[AnnotationFile], list[Path]]:
     """Return the annotation files of a raw folder to read, sorted by name, and those to leave out.
 
     They are `*.json` in `annotations/`, else in the folder itself, else in `train/`, `valid/` and `test/`; there, or in
-    the folder itself, VisDrone's `annotations/*.txt` count, too. Other kinds of annotations are left out. So is the
+    the folder itself, VisDrone's `annotations/*.txt` also count. Other kinds of annotations are left out. So is the
     union of train and val if the train file lies alongside.
 
     Raises:
         UserError: there are none, or their names do not tell them apart. Official validation images must never train,
             so nothing is guessed; a single file may have any name.
     """
-    found = list_files(raw / "annotations", {".json"}, depth=0) or list_files(raw, {".json"}, depth=0)
-    if not found and list_texts(raw / "annotations"):
+    files = list_files(raw / "annotations", {".json"}, depth=0) or list_files(raw, {".json"}, depth=0)
+    if not files and list_texts(raw / "annotations"):
         return [AnnotationFile(raw / "annotations", "".join(find_sets(raw.name)))], []
-    if not found and raw.is_dir():
+    if not files and raw.is_dir():
         return _find_annotations_of_folders(raw), []
-    chosen = [path for path in found if not path.name.lower().startswith(OTHER_KINDS)] or found
+    chosen = [path for path in files if not path.name.lower().startswith(OTHER_KINDS)] or files
     stems = {path.stem.lower() for path in chosen}
     unions = {path for path in chosen if find_sets(path.stem) == {BOTH} and _get_train_stem(path) in stems}
     chosen = [path for path in chosen if path not in unions]
     _check_names(chosen)
-    left_out = [path for path in found if path not in chosen]
+    left_out = [path for path in files if path not in chosen]
     return [AnnotationFile(path, "".join(find_sets(path.stem))) for path in chosen], left_out
 
 
@@ -113,7 +113,7 @@ def _find_annotations_of_folders(raw: Path) -> list[AnnotationFile]:
             "and test, next to its images; or a folder of YOLO (images, labels and data.yaml), Pascal VOC, LabelMe or "
             "VisDrone."
         )
-    repeated = next((one for one in files if sum(other.path.parent == one.path.parent for other in files) > 1), None)
+    repeated = next((file for file in files if sum(other.path.parent == file.path.parent for other in files) > 1), None)
     if repeated is not None:
         raise UserError(f"{repeated.path.parent}: several JSON files. Keep its annotations, and move the others away.")
     return files
@@ -121,7 +121,7 @@ def _find_annotations_of_folders(raw: Path) -> list[AnnotationFile]:
 
 def list_set_folders(raw: Path) -> dict[Path, str]:
     """Return the folders in a raw folder whose names say a set, and the set."""
-    return {path: "".join(found) for path in _list_folders(raw) if len(found := find_sets(path.name)) == 1}
+    return {path: "".join(sets) for path in _list_folders(raw) if len(sets := find_sets(path.name)) == 1}
 
 
 def find_sets(name: str) -> set[str]:

@@ -42,7 +42,7 @@ FEW_IMAGES = 10_000
 
 @dataclass(frozen=True)
 class Artifacts:
-    """What packing computed from the training set, see `pack.fit_artifacts`."""
+    """Statistics of the training set, see `pack.fit_artifacts`."""
 
     categories: list[str]
     images: int
@@ -341,17 +341,17 @@ class TinyDet(TrainModule):
     def _make_rows(self, best: tuple[Tensor, Tensor, Tensor], batch: Batch) -> dict[str, Tensor]:
         """Return the rows of detections, given as `choose_best` returns them."""
         corners, score, label = best
-        found = geometry.map_from_input(corners, batch["affine"], batch["image_px"])
+        mapped = geometry.map_from_input(corners, batch["affine"], batch["image_px"])
         missing = self.evaluation.detections - score.shape[1]
         return {
             "sample_id": batch["sample_id"],
-            "box": nn.functional.pad(found, (0, 0, 0, missing)),
+            "box": nn.functional.pad(mapped, (0, 0, 0, missing)),
             "score": nn.functional.pad(score, (0, missing)),
             "label": nn.functional.pad(label, (0, missing)),
         }
 
     def describe_predict(self) -> Signature:
-        """Return what the network takes and returns."""
+        """Describe the network's inputs and outputs."""
         return Signature(
             {
                 "image": "fitted into height and width: scaled by s, in the upper left corner, the rest is fill",
@@ -374,14 +374,14 @@ class TinyDet(TrainModule):
     def compute_intervals(self, rows: Rows) -> dict[str, float]:
         """Return the 95 % intervals of the average precisions over resampled images."""
         truths, detections = self._merge_images(rows)
-        found = compute_intervals(
+        intervals = compute_intervals(
             truths,
             detections,
             categories=len(self.categories),
             areas=self.evaluation.areas,
             draws=self.evaluation.bootstrap_draws,
         )
-        return found.to_metrics()
+        return intervals.to_metrics()
 
     def _merge_images(self, rows: Rows) -> tuple[list[GroundTruth], list[Detections]]:
         data = self.data()

@@ -139,7 +139,7 @@ def make_blocked_mask(denoising_queries: DenoisingQueries, queries: int) -> Tens
     """Return (B, 1, N + Q, N + Q) bool: True where a query (row) must not attend to a key (column).
 
     A denoising query reveals where the object is, so the other queries must not attend to it. It attends to the used
-    ones of its own group, and to all other queries.
+    ones of its group, and to all other queries.
     """
     group_N = denoising_queries.group_N
     row_group = F.pad(group_N, (0, queries), value=-1)

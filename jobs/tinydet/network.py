@@ -1,4 +1,4 @@
-"""What the variants share: backbones, position encodings, small networks, and the types of their outputs."""
+"""Parts that the variants share: backbones, position encodings, small networks, and the types of their outputs."""
 
 import math
 from collections.abc import Callable

@@ -83,7 +83,7 @@ def list_labelled(
     if unknown := sorted(used - set(known)):
         raise UserError(
             f"{raw}: has objects of the category '{unknown[0]}', but the run knows {join_names(known)}. Give the "
-            "categories the same names, or remove what the run cannot find."
+            "categories the same names, or remove the others."
         )
     label_of = np.array([known.index(name) if name in known else -1 for name in collection.categories], dtype=np.int64)
     images = [replace(image, labels=label_of[image.labels]) for image in collection.images]
@@ -203,8 +203,8 @@ def make_key(name: str, tile: Tile, tile_px: int) -> str:
 
 def parse_key(key: str) -> tuple[str, int, int]:
     """'a.png@512,0' -> ('a.png', 512, 0), 'a.png' -> ('a.png', 0, 0)."""
-    found = re.fullmatch(r"(.*)@(\d+),(\d+)", key, re.DOTALL)
-    return (found[1], int(found[2]), int(found[3])) if found else (key, 0, 0)
+    match = re.fullmatch(r"(.*)@(\d+),(\d+)", key, re.DOTALL)
+    return (match[1], int(match[2]), int(match[3])) if match else (key, 0, 0)
 
 
 def cut_tiles(size_px: tuple[int, int], *, side_px: int, overlap: float) -> list[Tile]:

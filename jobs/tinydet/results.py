@@ -32,7 +32,7 @@ def write_results(table: Path, out: Path, annotations: Path) -> tuple[int, list[
     if out.exists():
         raise UserError(f"{out}: exists already and is not overwritten. Choose another file, or delete it.")
     image_ids, category_ids = _read_ids(annotations)
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     seen: set[str] = set()
     for row in read_table(table, columns=("image_name", "detections")):
         name = compose_letters(row["image_name"])
@@ -49,9 +49,9 @@ def write_results(table: Path, out: Path, annotations: Path) -> tuple[int, list[
                     "Use the annotations of the data that the run was trained on."
                 )
             box = [x1, y1, round(x2 - x1, 2), round(y2 - y1, 2)]
-            found.append({"image_id": image_ids[name], "category_id": category_ids[label], "bbox": box, "score": score})
-    write_atomically(out, json.dumps(found))
-    return len(found), [name for name in image_ids if name not in seen]
+            rows.append({"image_id": image_ids[name], "category_id": category_ids[label], "bbox": box, "score": score})
+    write_atomically(out, json.dumps(rows))
+    return len(rows), [name for name in image_ids if name not in seen]
 
 
 class _Image(Struct):
@@ -68,8 +68,8 @@ def _read_ids(path: Path) -> tuple[dict[str, Id], dict[str, Id]]:
     """Return the id of each file name and of each category name."""
     expected = "COCO's `images` with id and file_name, and `categories` with id and name: --annotations FILE.json"
     content = read_json(path, _Ids, expected=expected)
-    images = {compose_letters(one.file_name): one.id for one in content.images}
-    return images, {one.name: one.id for one in content.categories}
+    images = {compose_letters(entry.file_name): entry.id for entry in content.images}
+    return images, {entry.name: entry.id for entry in content.categories}
 
 
 def _read_detections(table: Path, name: str, text: str) -> list[tuple[str, float, float, float, float, float]]:

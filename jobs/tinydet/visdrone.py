@@ -31,20 +31,20 @@ def list_texts(folder: Path) -> list[Path]:
 def read_annotations(folder: Path) -> Annotations:
     """Read the folder `annotations` of a set, whose images are in the folder `images` next to it.
 
-    What is ignored becomes an ignored box of each category: it absorbs detections of any.
+    An ignored region becomes an ignored box of each category, so it absorbs detections of any.
 
     Raises:
         UserError: a line is not as the format says, or a text has no image that can be read; the message names it.
     """
     images: list[ImageEntry] = []
     objects: list[ObjectEntry] = []
-    found = {path.stem: path for path in list_files(folder.parent / "images", IMAGES, depth=0)}
+    by_stem = {path.stem: path for path in list_files(folder.parent / "images", IMAGES, depth=0)}
     for number, path in enumerate(list_texts(folder), 1):
-        if path.stem not in found:
+        if path.stem not in by_stem:
             raise UserError(
                 f"{path}: there is no image '{path.stem}' in {folder.parent / 'images'}. Add it, or remove this file."
             )
-        image = found[path.stem]
+        image = by_stem[path.stem]
         try:
             height, width, _ = read_image_shape(image.read_bytes())
         except BadRecord as error:
@@ -65,5 +65,5 @@ def _read_objects(path: Path, image: int) -> Iterator[ObjectEntry]:
         *box, score, category, _, _ = values
         is_ignored = score == 0 or category in (REGION, OTHERS)
         numbers = range(1, len(NAMES) + 1) if category in (REGION, OTHERS) else [category]
-        for one in numbers:
-            yield ObjectEntry(image, one, [float(value) for value in box], ignore=is_ignored)
+        for label in numbers:
+            yield ObjectEntry(image, label, [float(value) for value in box], ignore=is_ignored)

@@ -62,7 +62,7 @@ class HeadSettings:
 
 @dataclass
 class PackingSettings(StoreSettings):
-    """How raw files become records, families sets, and images pairs. Changing any of these means packing again."""
+    """Options of packing: records, families and their sets, pairs. Changing any of these means packing again."""
 
     singles: str = option(
         "fail",
@@ -79,7 +79,7 @@ class PackingSettings(StoreSettings):
 
 @dataclass
 class EvaluationSettings:
-    """How pairs are scored."""
+    """Options of scoring."""
 
     bootstrap_draws: int = option(200, "resamples of the families behind each 95 % interval; 0: none", low=0)
 

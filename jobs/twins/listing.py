@@ -54,7 +54,7 @@ def read_people(raw: Path, rule: PackingSettings, *, all_test: bool = False) -> 
     """
     listing, set_by_person = _read_listing(raw)
     if not listing:
-        return []  # who packs says what is expected
+        return []  # the caller names the expected layouts
     files = [path for path in list_files(raw, {".json"}, depth=0) if path.match(PAIRS)]
     spelling = {compose_letters(name): name for name in listing}  # of folders, which a Mac may have written
     pairs = [pair for file in files for pair in _read_pairs(file, spelling)]

@@ -181,7 +181,7 @@ class TwinsModule(TrainModule):
         return {"embedding": embedding_BE, "sample_id": batch["sample_id"]}
 
     def describe_predict(self) -> Signature:
-        """Return what the network takes and returns."""
+        """Describe the network's inputs and outputs."""
         return Signature(
             {"image": "a face crop, resized to height and width"},
             {"embedding": "unit length; the score of two faces is their inner product"},
@@ -223,13 +223,13 @@ class TwinsModule(TrainModule):
         if "glca" in self.branches:
             sa = rows["embedding"][:, : self.network.cls_token.shape[2]]
             embeddings["SA branch alone"] = sa / np.linalg.norm(sa, axis=1, keepdims=True)
-        found = {}
+        results = {}
         for name, embedding in embeddings.items():
             scores = self.evaluation_set.score_pairs(embedding, evaluated.ids)
             metrics = _compute_metrics(scores, threshold=math.inf, hard_twin=math.inf)
             intervals = _compute_intervals(scores, hard_twin=math.inf, draws=self.draws)
-            found[name] = Score(metrics | intervals, self._split_kinds(scores))
-        return found
+            results[name] = Score(metrics | intervals, self._split_kinds(scores))
+        return results
 
     def select_embeddings(self, rows: Rows) -> np.ndarray:
         """Return the embeddings, which are compared by their cosine."""
@@ -242,9 +242,9 @@ class TwinsModule(TrainModule):
     def _split_kinds(self, scores: protocol.Scores) -> dict[str, np.ndarray]:
         decides = self.evaluation_set.deciding_impostor
         kinds = [decides, protocol.TWIN + protocol.RANDOM - decides]
-        found = {protocol.KINDS[kind]: scores.select_kinds(kind).score for kind in kinds}
+        by_kind = {protocol.KINDS[kind]: scores.select_kinds(kind).score for kind in kinds}
         same = scores.select_kinds(protocol.SAME).score
-        return {"genuine": same} | {name: values for name, values in found.items() if len(values)}
+        return {"genuine": same} | {name: values for name, values in by_kind.items() if len(values)}
 
     def report_figures(self, rows: Rows) -> dict[str, bytes]:
         """Return the score histogram by kind of pair, the error trade-off against each impostor, and the embeddings."""
@@ -325,10 +325,10 @@ def _select_impostors(scores: protocol.Scores, hard_twin: float) -> dict[str, pr
 
 def embed_pixels(batches: Iterable[Batch]) -> np.ndarray:
     """Return each image, as the model gets it, as a vector of mean 0 and length 1: (N, pixels) float32."""
-    found = []
+    pixels = []
     for batch in batches:
-        found.append(normalise_pixels(batch["image"]).cpu().numpy())
-    return np.concatenate(found)
+        pixels.append(normalise_pixels(batch["image"]).cpu().numpy())
+    return np.concatenate(pixels)
 
 
 def normalise_pixels(images_BCHW: Tensor) -> Tensor:
@@ -353,7 +353,7 @@ class Neck(nn.BatchNorm1d):
 
 
 class Relation:
-    """How the images of a batch are related; all masks are (B, B) bool, symmetric, with an empty diagonal.
+    """Relations between the images of a batch; all masks are (B, B) bool, symmetric, with an empty diagonal.
 
     An image repeated in a batch, to fill its family's group, does not form a pair with itself.
     """

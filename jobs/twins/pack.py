@@ -50,8 +50,8 @@ def _make_samples(people: Sequence[Person], rule: PackingSettings) -> Iterator[S
             strangers=rule.strangers,
             seed=rule.seed,
         )
-        for i, found in zip(numbers, pairs_by_image, strict=True):
-            pairs[i] = protocol.format_pairs([(kind, numbers[j]) for kind, j in found])
+        for i, partners in zip(numbers, pairs_by_image, strict=True):
+            pairs[i] = protocol.format_pairs([(kind, numbers[j]) for kind, j in partners])
     for i, (person, image) in enumerate(rows):
         yield Sample(
             key=image.name,

@@ -115,7 +115,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """What scoring needs to know about a data set of N images."""
+    """Columns of a data set of N images that scoring needs."""
 
     pairs: PairList
     family: Integers  # (N,) codes

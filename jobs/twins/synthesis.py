@@ -128,7 +128,7 @@ class Mole:
 
 @dataclass(frozen=True)
 class Face:
-    """What all images of one person share."""
+    """Traits that all images of one person share."""
 
     traits: dict[str, float]
     moles: list[Mole]

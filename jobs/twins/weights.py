@@ -25,7 +25,7 @@ OTHERS = {
     "blocks.0.attn.q_norm.weight": "a ViT that normalises queries and keys",
     "patch_embed.norm.weight": "a Swin transformer",
 }
-"""A tensor of vision transformers that do not compute what ours does, and what they are."""
+"""A tensor of a vision transformer that computes something else than ours -> the name of that transformer."""
 
 TORCHVISION = {
     r"class_token": "cls_token",

@@ -27,12 +27,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 GPUS_PER_NODE = {"p100": 4, "rtx2080ti": 8, "a5000": 8, "a100": 8}  # node type -> simulated GPUs
 LOCK = "lab.lock"  # locked while the lab changes; its existence marks the folder as a lab
 DAEMONS_FILE = "lab.json"  # the daemons, rewritten after each start
-WRITTEN = ("etc", "state", "spool", "run", "dev", "mysql", DAEMONS_FILE)  # what a lab writes besides log/ and the lock
+WRITTEN = ("etc", "state", "spool", "run", "dev", "mysql", DAEMONS_FILE)  # files of a lab besides log/ and the lock
 MARK = "TRAINYARD_SLURM_LAB"  # environment variable of the processes that the lab starts, and of their descendants
 
 
 class LabError(Exception):
-    """Why the lab cannot start or stop, and what to type."""
+    """The lab cannot start or stop; the message gives the reason and the command to type."""
 
 
 class PortTaken(LabError):
@@ -185,11 +185,11 @@ def _find_programs(accounting: bool, environ: Mapping[str, str]) -> dict[str, st
     if accounting:
         needed += ["slurmdbd", "mariadbd", "mariadb-install-db", "my_print_defaults"]
         packages += " slurmdbd mariadb-server-core mariadb-client-core"
-    found = {name: shutil.which(name, path=path) for name in needed}
-    missing = [name for name in needed if found[name] is None]
+    programs = {name: shutil.which(name, path=path) for name in needed}
+    missing = [name for name in needed if programs[name] is None]
     if missing:
         raise LabError(f"{', '.join(missing)}: not found on this machine. Type: apt-get install {packages}")
-    return {name: program for name, program in found.items() if program is not None}
+    return {name: program for name, program in programs.items() if program is not None}
 
 
 def _check_folder(folder: Path) -> None:
@@ -553,7 +553,7 @@ def _read_tail(folder: Path, name: str, lines: int = 12) -> str:
 
 
 def _end_lab(folder: Path) -> int:
-    """Stop every process of the lab and delete what it wrote except its logs; return how many processes there were."""
+    """Stop every process of the lab and delete its files except the logs; return the number of processes."""
     count = _terminate(folder) + _kill_strays(folder)
     for name in (*WRITTEN, f"{DAEMONS_FILE}.new"):
         path = folder / name
@@ -597,14 +597,14 @@ def _find_strays(folder: Path) -> set[int]:
     children: dict[int, list[int]] = {}
     for pid in pids:
         children.setdefault(_read_parent(pid), []).append(pid)
-    found: set[int] = set()
+    strays: set[int] = set()
     to_visit = [pid for pid in pids if _belongs_to_lab(pid, folder)]
     while to_visit:
         pid = to_visit.pop()
-        if pid not in found and pid != os.getpid():
-            found.add(pid)
+        if pid not in strays and pid != os.getpid():
+            strays.add(pid)
             to_visit += children.get(pid, [])
-    return found
+    return strays
 
 
 def _belongs_to_lab(pid: int, folder: Path) -> bool:

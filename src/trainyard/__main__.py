@@ -24,12 +24,12 @@ def main() -> int:
 
 
 def check_python(version: tuple[int, int]) -> str:
-    """Return what a person has to know about this version of Python, "" if it is a supported one."""
-    (oldest, newest), found = (".".join(map(str, one)) for one in PYTHONS), ".".join(map(str, version))
+    """Return a warning or an error about this version of Python, "" if it is a supported one."""
+    (oldest, newest), given = (".".join(map(str, pair)) for pair in PYTHONS), ".".join(map(str, version))
     if version < PYTHONS[0]:
-        return f"trainyard needs Python {oldest} to {newest}, and this is {found} ({sys.executable})."
+        return f"trainyard needs Python {oldest} to {newest}, and this is {given} ({sys.executable})."
     if version > PYTHONS[1]:
-        return f"trainyard was tested on Python {oldest} to {newest}, not on {found}: install one of those if it fails."
+        return f"trainyard was tested on Python {oldest} to {newest}, not on {given}: install one of those if it fails."
     return ""
 
 

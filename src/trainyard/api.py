@@ -1,6 +1,6 @@
-"""What a notebook or a script uses: `trainyard.run(job, **options)`, `trainyard.Run(path)`, `trainyard.load_model`.
+"""Python interface for notebooks and scripts: `trainyard.run(job, **options)`, `trainyard.Run(path)`, `load_model`.
 
-Each call but the last is the command of that name, in a process of its own: the kernel loads no torch and holds no GPU.
+Each call but the last runs the command of that name in a separate process: the kernel loads no torch and holds no GPU.
 Importing this loads nothing that takes time. Documentation: docs/notebooks.md
 """
 
@@ -63,7 +63,7 @@ def run(
             `data` is the folder of data.
 
     Raises:
-        UserError: it is impossible, or failed; the message says why, and what to do.
+        UserError: it is impossible, or failed; the message has the reason and the remedy.
     """
     check_name(name or None, of="run")
     folder = Path(runs) / job
@@ -108,7 +108,7 @@ def load_model(run: "str | Path | Run", *, jobs: str | Path | None = None, runs:
 
 
 class Run:
-    """A run: what it did, and what its weights can do. In a notebook it shows itself."""
+    """A run: its state, metrics and weights. In a notebook it shows itself."""
 
     def __init__(self, path: str | Path, *, runs: str | Path = "runs") -> None:
         """Open a run.
@@ -124,7 +124,7 @@ class Run:
 
     @property
     def status(self) -> "RunStatus":
-        """What it does now, and how far it is: asks the run's folder, and Slurm if it runs there."""
+        """Its state and progress, from the run's folder, and from Slurm if it runs there."""
         from trainyard.runs.status import format_headline, read_statuses, suggest_command
 
         (status,), _ = read_statuses([shorten_path(self.path)])
@@ -144,13 +144,13 @@ class Run:
         lines: dict[str, list[dict[str, Any]]] = {}
         for line in read_metrics(self.path):
             lines.setdefault(str(line.get("split", "train")), []).append(line)
-        found: dict[str, dict[str, np.ndarray]] = {}
+        arrays: dict[str, dict[str, np.ndarray]] = {}
         for split, of_split in lines.items():
             kinds = {k: type(v) for line in of_split for k, v in line.items()}
             names = [name for name, kind in kinds.items() if kind in (int, float)]
-            found[split] = {name: np.array([line.get(name, math.nan) for line in of_split], float) for name in names}
-            found[split]["step"] = found[split]["step"].astype(np.int64)
-        return found
+            arrays[split] = {name: np.array([line.get(name, math.nan) for line in of_split], float) for name in names}
+            arrays[split]["step"] = arrays[split]["step"].astype(np.int64)
+        return arrays
 
     @property
     def figures(self) -> "Figures":
@@ -162,12 +162,12 @@ class Run:
 
     @property
     def log(self) -> str:
-        """What it logged."""
+        """The text of its log."""
         path = self.path / "log"
         return path.read_text(errors="replace") if path.is_file() else ""
 
     def why(self) -> str:
-        """Return why it waits, stopped or failed, and what to do: `trainyard why`."""
+        """Return why it waits, stopped or failed, and the next command: `trainyard why`."""
         from trainyard.runs.why import explain_run
 
         return explain_run(self.path)
@@ -211,7 +211,7 @@ class Run:
         """Return the predictions for new raw files, as columns by name: numbers as float64, else texts.
 
         Args:
-            out: file that is written, too: .csv, .json or .parquet.
+            out: file to write as well: .csv, .json or .parquet.
             pairs: score these pairs, of a model that compares: a table with columns one,other. None: all.
 
         Raises:
@@ -258,7 +258,7 @@ class Run:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What a run does now."""
+    """State and progress of a run."""
 
     state: str  # waiting, running, silent, done, stopped, failed, lost or new
     step: int | None
@@ -348,7 +348,7 @@ def _make_column(texts: list[str]) -> "np.ndarray":
 
 
 def _call(words: list[str], *, about: Path | None = None) -> None:
-    """Run a command in a process of its own, and show its newest line until it ends.
+    """Run a command in a separate process, and show its newest line until it ends.
 
     It writes to files instead of pipes, so that a training outlives a kernel that is restarted.
 
@@ -375,7 +375,7 @@ def _call(words: list[str], *, about: Path | None = None) -> None:
                 progress.show("interrupted: saving")
                 with suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGINT)
-        said, code = _read(errors), child.returncode
+        errors_text, code = _read(errors), child.returncode
         if about is not None and (about / CONFIG).is_file():
             progress.show(f"{format_run_name(about)}: {Run(about).status.describe()}")
         else:
@@ -383,18 +383,18 @@ def _call(words: list[str], *, about: Path | None = None) -> None:
     if is_interrupted:
         raise KeyboardInterrupt
     if code not in (ExitCode.DONE, *_STOPPED):
-        raise UserError(_explain(code, said, about))
+        raise UserError(_explain(code, errors_text, about))
 
 
 def _read(file: BinaryIO) -> str:
-    """Return the end of what a process has written to a file that it shares with us."""
+    """Return the end of the text that a process has written to a file shared with us."""
     descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
     return os.pread(descriptor, _MOST_BYTES, max(0, size - _MOST_BYTES)).decode(errors="replace")
 
 
 _MOST_BYTES = 2**16
 _CLOCK = re.compile(r"\d\d:\d\d:\d\d ")
-"""What a line of a run's log begins with."""
+"""Start of a line of a run's log."""
 
 
 def _find_last_line(text: str) -> str:
@@ -402,11 +402,11 @@ def _find_last_line(text: str) -> str:
     return _CLOCK.sub("", lines[-1], count=1) if lines else ""
 
 
-def _explain(code: int, said: str, about: Path | None) -> str:
-    """Return why a command failed: its message, or what the run recorded."""
+def _explain(code: int, text: str, about: Path | None) -> str:
+    """Return why a command failed: its message, or the run's record."""
     if code not in (ExitCode.USER_ERROR, ExitCode.DISK_FULL) and about is not None and (about / CONFIG).is_file():
         return Run(about).why()
-    lines = said.strip().splitlines()
+    lines = text.strip().splitlines()
     first = max((i + 1 for i, line in enumerate(lines) if _CLOCK.match(line)), default=0)
     tail = lines[first:] or lines[-1:]
     named = next((i for i, line in enumerate(tail) if re.match(r"[A-Z]\w+: ", line)), 0)
@@ -443,7 +443,7 @@ class _Progress:
 
 
 def _is_notebook() -> bool:
-    """Tell whether this is the kernel of a notebook; loads no IPython."""
+    """Return whether this is the kernel of a notebook; loads no IPython."""
     module = sys.modules.get("IPython")
     return module is not None and hasattr(module.get_ipython(), "kernel")
 

@@ -1,4 +1,4 @@
-"""Collects what a result depends on besides its configuration: versions, machine, GPUs, commit. Loads no torch."""
+"""Collects versions, machine, GPUs and commit: a result depends on them besides its configuration. Loads no torch."""
 
 import contextlib
 import functools
@@ -40,10 +40,10 @@ THIS_CODE = Path(__file__).resolve().parent
 
 
 def collect_environment(checkout: Mapping[str, Any], environ: Mapping[str, str] = NO_VARIABLES) -> dict[str, Any]:
-    """Return what a result depends on besides its configuration: versions, machine, GPUs, commit.
+    """Return the versions, machine, GPUs and commit that a result depends on besides its configuration.
 
     Versions come from the metadata of installed distributions, without importing them; GPUs and the commit from
-    `nvidia-smi` and `git`. Where a value is not available, a text says why. Git remotes are not recorded, because
+    `nvidia-smi` and `git`. Where a value is not available, a text has the reason. Git remotes are not recorded, because
     their URLs may contain a password. Takes up to a second on a machine with GPUs.
 
     Args:
@@ -72,7 +72,7 @@ def collect_environment(checkout: Mapping[str, Any], environ: Mapping[str, str] 
 def _read_versions() -> dict[str, str]:
     dali = {path.name.partition("-")[0] for folder in sys.path for path in Path(folder).glob("nvidia_dali*.dist-info")}
     recorded = {}
-    for name in sorted({*_RECORDED_DISTRIBUTIONS, *(found.replace("_", "-").lower() for found in dali)}):
+    for name in sorted({*_RECORDED_DISTRIBUTIONS, *(package.replace("_", "-").lower() for package in dali)}):
         with contextlib.suppress(metadata.PackageNotFoundError):
             recorded[name] = metadata.version(name)
     return {"python": platform.python_version(), **recorded}
@@ -170,7 +170,7 @@ def name_chosen_gpus(count: int, environ: Mapping[str, str]) -> list[str]:
 def find_checkout(code: Path) -> tuple[dict[str, Any], bytes]:
     """Return commit, dirty flag and untracked files of a git checkout, and its diff against the commit.
 
-    What looks like a password or a key is masked in the diff; `masked` lists where, if that was anywhere.
+    Text that looks like a password or a key is masked in the diff; `masked` lists where, if that was anywhere.
     """
     try:
         commit, _, top = _run_git(code, "rev-parse", "HEAD", "--show-toplevel").decode().rstrip("\n").partition("\n")

@@ -6,15 +6,15 @@ import traceback
 from pathlib import Path
 
 INTERFACE = Path(__file__).with_name("templates") / "INTERFACE.md"
-"""The page about what a family owes, and may bring."""
+"""The page about the interface of a family."""
 
-SEE_INTERFACE = f" {INTERFACE} says what a family owes."
+SEE_INTERFACE = f" {INTERFACE} describes a family's interface."
 
 
 class UserError(ValueError):
     """The user's input, files or machine make the request impossible.
 
-    The message says what is wrong, where, what was expected, what was found, and what to type next. Raise it once,
+    The message has the error, the place, the expected and the found value, and the next command. Raise it once,
     where the wrong value enters; the command line prints it and exits with code 2. Any other exception that escapes
     is our bug and keeps its traceback.
     """
@@ -38,14 +38,14 @@ class NotFinite(UserError):
 class DiskFull(UserError):
     """A disk or quota is full, or a file system is read-only: the same command works once there is room.
 
-    Raised where commands and attempts end (`files.report_full_disk`), with an exit code and a cause of its own.
+    Raised where commands and attempts end (`files.report_full_disk`), with a separate exit code and cause.
     """
 
 
 class DiskError(UserError):
     """A disk, or the network to it, failed: no fault of the code. The same command works once that is repaired.
 
-    Raised, with an exit code and a cause of its own, where `DiskFull` is.
+    Raised, with a separate exit code and cause, where `DiskFull` is.
     """
 
 
@@ -78,10 +78,10 @@ class NoDeterministicKernel(UserError):
 
 
 class OutOfDeviceMemory(UserError):
-    """A GPU has no memory left for what a rank computes."""
+    """A GPU has no memory left for a rank's step."""
 
     def __init__(self, message: str, *, next_micro_batch_size: int | None = None, **details: object) -> None:
-        """Say so.
+        """Make the error.
 
         Args:
             next_micro_batch_size: with which the run starts again; None: it cannot continue by itself.
@@ -114,17 +114,17 @@ def format_failure(error: BaseException) -> str:
     if not frames:
         return "".join(traceback.format_exception(error)).rstrip()
     frames += [frame for frame in last if _OWN.search(frame.filename)]
-    said = traceback.TracebackException.from_exception(error).format_exception_only()
-    return "".join(["In the family's code:\n", *traceback.format_list(frames), *said]).rstrip()
+    final = traceback.TracebackException.from_exception(error).format_exception_only()
+    return "".join(["In the family's code:\n", *traceback.format_list(frames), *final]).rstrip()
 
 
 def explain_address_limit(error: BaseException) -> str:
-    """Say that a limit on address space (`ulimit -v`) is why there is no memory; "" if it is not."""
-    limit, said = resource.getrlimit(resource.RLIMIT_AS)[0], f"{type(error).__name__}: {error}"
-    if limit == resource.RLIM_INFINITY or not _NO_ADDRESS.search(said):
+    """Explain that a limit on address space (`ulimit -v`) caused the lack of memory; "" if it did not."""
+    limit, text = resource.getrlimit(resource.RLIMIT_AS)[0], f"{type(error).__name__}: {error}"
+    if limit == resource.RLIM_INFINITY or not _NO_ADDRESS.search(text):
         return ""
     return (
-        f"{said}: this shell allows a process {limit / 2**30:.1f} GiB of address space (ulimit -v), and training "
+        f"{text}: this shell allows a process {limit / 2**30:.1f} GiB of address space (ulimit -v), and training "
         "reserves more than it uses. Raise it: ulimit -v unlimited; or train where there is none: trainyard submit JOB"
     )
 
@@ -133,7 +133,7 @@ _NO_ADDRESS = re.compile(r"^MemoryError|an(no|')t allocate memory|failed to map 
 
 
 def is_library(path: str) -> bool:
-    """Return whether a file in a traceback is of Python, of what is installed, or of Trainyard itself."""
+    """Return whether a file in a traceback is of Python, of an installed package, or of Trainyard itself."""
     return bool(_INSTALLED.search(path) or _OWN.search(path))
 
 
@@ -142,7 +142,7 @@ _OWN = re.compile(r"/trainyard/(\w+\.py$|(cli|cluster|config|data|launch|node|pl
 
 
 ALLOCATION_ERRORS = (RuntimeError, MemoryError)
-"""What torch and libraries raise if a GPU's memory is used up: C++'s `std::bad_alloc` arrives as a MemoryError."""
+"""Errors of torch and libraries when a GPU's memory is used up: C++'s `std::bad_alloc` arrives as a MemoryError."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -158,4 +158,4 @@ _OUT_OF_MEMORY = re.compile(
 
 
 class ConfigError(UserError):
-    """A preset, an override or a frozen configuration is not what the job accepts. One line."""
+    """A preset, an override or a frozen configuration that the job does not accept. One line."""

@@ -32,7 +32,7 @@ DISK_FAILED = (errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENXIO, errno.EUCL
 
 PACKED_DATA, CHECKPOINT, RUN, SWEEP, EVALUATION = "packed data", "checkpoint", "run folder", "sweep", "evaluation"
 FORMATS = {PACKED_DATA: 1, CHECKPOINT: 1, RUN: 1, SWEEP: 1, EVALUATION: 1}
-"""The format number of each kind of stored files. A change of what is stored raises it: see docs/formats.md."""
+"""The format number of each kind of stored files. A change of the stored fields raises it: see docs/formats.md."""
 _INSTEAD = {
     PACKED_DATA: "pack the raw files again: trainyard pack JOB RAW OUT",
     CHECKPOINT: "train again: trainyard run JOB",
@@ -40,7 +40,7 @@ _INSTEAD = {
     SWEEP: "sweep again: trainyard sweep JOB --sweep OPTION=VALUE,VALUE",
     EVALUATION: "delete its folder, and evaluate again: trainyard evaluate RUN FOLDER",
 }
-"""What to do without a file of another format."""
+"""The remedy for a file of another format."""
 
 _PARTIAL = ".partial"
 _BLOCK = 1 << 20
@@ -93,7 +93,7 @@ def open_atomically(
 def rename(source: Path, target: Path) -> None:
     """Give a file, or a folder with all that is in it, its final name.
 
-    What is in it is on disk before it has that name, and the name when this returns: a power cut leaves all or nothing.
+    Its content is on disk before it has that name, and the name when this returns: a power cut leaves all or nothing.
 
     Args:
         target: replaced if it is a file or an empty folder.
@@ -109,7 +109,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def replace(source: Path | str, target: Path | str, *, folder: int | None = None) -> None:
-    """Rename without flushing anything, for `rename` and what a power cut may undo.
+    """Rename without flushing anything, for `rename` and for names that a power cut may undo.
 
     Args:
         folder: its descriptor, if the names are relative to it.
@@ -166,13 +166,11 @@ def make_folder_inside(folder: Path) -> Path:
 
 def _refuse_link(path: Path) -> None:
     if path.is_symlink():
-        raise UserError(
-            f"{path}: is a link, and what is written into it would be elsewhere. Remove it: rm {quote_path(path)}"
-        )
+        raise UserError(f"{path}: is a link, and a write would go elsewhere. Remove it: rm {quote_path(path)}")
 
 
 def _open_to_append(path: Path) -> FileIO:
-    """Open a file at its end, or create it; not through a link, and no pipe, on which opening could wait for ever.
+    """Open a file at its end, or create it; not through a link, and no pipe, on which opening could block.
 
     Raises:
         UserError: something else is there.
@@ -199,8 +197,8 @@ def remove_partials(folder: Path) -> None:
 def create_folder(path: Path) -> Iterator[Path]:
     """Yield a new empty folder, which becomes `path` when the block ends, and is deleted if it raises.
 
-    What is in it is on disk before it has its name, and the name when this returns: a power cut leaves all or nothing.
-    What a killed process left is never in the way, whatever its process id: in a container all have the same.
+    Its content is on disk before it has its name, and the name when this returns: a power cut leaves all or nothing.
+    A killed process's remains are never in the way, whatever its process id: in a container all have the same.
 
     Args:
         path: does not exist, or is an empty folder.
@@ -246,15 +244,15 @@ def copy_folder(source: Path, into: Path, *, leave_out: Callable[[str], bool]) -
         if path.is_dir():
             copy_folder(path, into / path.name, leave_out=leave_out)
         elif path.is_file():
-            found, copied = path.stat(), into / path.name
+            status, copied = path.stat(), into / path.name
             try:
                 shutil.copyfile(path, copied)
             except OSError as error:
                 if error.errno in DISK_FULL:
                     error.filename = str(copied)  # it names the source
                 raise
-            os.utime(copied, ns=(found.st_atime_ns, found.st_mtime_ns))
-            copied.chmod(_close(found.st_mode))
+            os.utime(copied, ns=(status.st_atime_ns, status.st_mtime_ns))
+            copied.chmod(_close(status.st_mode))
         else:
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     into.chmod(_close(source.stat().st_mode))
@@ -297,7 +295,7 @@ class AppendedFile:
 
 @contextlib.contextmanager
 def name_failed_write(path: Path, *, size_bytes: int = 0) -> Iterator[None]:
-    """Make an OSError of the block say which file it is about, and how much room that needs: write(2) does not."""
+    """Add to an OSError of the block the file that it is about, and the space it needs: write(2) does not."""
     try:
         yield
     except OSError as error:
@@ -309,10 +307,10 @@ def name_failed_write(path: Path, *, size_bytes: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forgive_failed_write(tell: Callable[[OSError], object]) -> Iterator[None]:
-    """Tell of an error of the block instead of raising it: for what is worthless after a crash, or can be made again.
+    """Report an error of the block instead of raising it: for files worthless after a crash, or easily made again.
 
     Raises:
-        OSError: the disk is full or read-only: what is needed would not be written either.
+        OSError: the disk is full or read-only: required files would fail as well.
     """
     try:
         yield
@@ -393,7 +391,7 @@ def _find_full_disk(error: BaseException | None) -> OSError | None:
 def _find_failed(error: BaseException | None, numbers: Sequence[int]) -> OSError | None:
     """Return the error of a file that an exception comes from, if it is one of these numbers."""
     seen: list[BaseException] = []  # libraries raise errors again, and then two may name each other
-    while error is not None and not any(error is one for one in seen):
+    while error is not None and not any(error is cause for cause in seen):
         if isinstance(error, OSError) and error.errno in numbers:
             return error
         seen.append(error)
@@ -405,7 +403,7 @@ def _describe_failed_disk(error: OSError) -> str:
     name = errno.errorcode.get(error.errno or 0, "")
     return (
         f"{os.fsdecode(error.filename)}: {error.strerror} ({name}): the disk, or the network to it, failed, and not "
-        "the code. What the system says: dmesg, journalctl -k. Then start the same command again: it continues where "
+        "the code. The system's messages: dmesg, journalctl -k. Then start the same command again: it continues where "
         "this one stopped."
     )
 
@@ -429,7 +427,7 @@ def require_writable(folder: Path, *, flag: str) -> None:
         flag: with which the folder is named, such as "--results" or "data.cache=".
 
     Raises:
-        UserError: it cannot; says why and what to type.
+        UserError: it cannot; has the reason and the next command.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     try:
@@ -458,7 +456,7 @@ def open_file(path: Path) -> BufferedReader:
 
     Raises:
         OSError: it cannot be read; also if it is a link, which could show a file from elsewhere, or a pipe, device or
-            folder, on which reading could wait for ever.
+            folder, on which reading could block.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -487,7 +485,7 @@ def read_file(path: Path, *, most_bytes: int) -> bytes:
 
 
 def load_json(path: Path, *, most_bytes: int = 2**24) -> Any:
-    """Return what a file of JSON holds that may be another person's.
+    """Read a file of JSON that may be another person's.
 
     Raises:
         OSError: as for `read_file`.
@@ -521,13 +519,13 @@ def parse_json(text: bytes | str, *, parse_float: Callable[[str], float] = float
 
 def _is_deeper(value: Any, levels: int) -> bool:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels < 0 or any(_is_deeper(one, levels - 1) for one in inner if isinstance(one, dict | list))
+    return levels < 0 or any(_is_deeper(item, levels - 1) for item in inner if isinstance(item, dict | list))
 
 
 _MOST_LEVELS = 100
 
 
-def check_format(path: Path, found: object, *, kind: str) -> None:
+def check_format(path: Path, number: object, *, kind: str) -> None:
     """Compare the format number that a file states with the one that this version reads.
 
     Args:
@@ -537,9 +535,9 @@ def check_format(path: Path, found: object, *, kind: str) -> None:
     Raises:
         FormatError: they differ.
     """
-    if type(found) is not int or found != FORMATS[kind]:
+    if type(number) is not int or number != FORMATS[kind]:
         raise FormatError(
-            f"{path}: the format of this {kind} is {str(found)[:20]}, expected {FORMATS[kind]}, which this version of "
+            f"{path}: the format of this {kind} is {str(number)[:20]}, expected {FORMATS[kind]}, which this version of "
             f"Trainyard reads. Use the version that wrote it, or {_INSTEAD[kind]}"
         )
 
@@ -587,7 +585,7 @@ def limit_writers() -> Iterator[None]:
 
 
 def let_group_read() -> None:
-    """Create files that the group may read, whatever the umask: of this process and what it starts, Slurm jobs too."""
+    """Create files that the group may read, whatever the umask: of this process, its children and its Slurm jobs."""
     os.umask(os.umask(0o077) & ~0o050)
 
 
@@ -607,10 +605,10 @@ def make_own_folder(path: Path) -> Path:
     """
     try:
         path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
+        status = path.lstat()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise UserError(f"{path} is not a folder that only this user can write to")
     return path
 
@@ -624,13 +622,13 @@ def create_common_folder(folder: Path, *, group: str = "") -> None:
     Raises:
         UserError: this user is not in the group, or there is none of this name.
     """
-    missing = [made for made in (folder, *folder.parents) if not made.exists()]
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
         return
-    for made in missing:
-        fsync_path(made.parent)
+    for parent in missing:
+        fsync_path(parent.parent)
     if group:
         try:
             share_folder(folder, group)

@@ -36,7 +36,7 @@ def remember_reads() -> Iterator[set[Path]]:
 
 
 def note_read(path: Path) -> None:
-    """Say that a file is read, for `remember_reads`."""
+    """Record that a file is read, for `remember_reads`."""
     if (read := _read.get()) is not None:
         read.add(path)
 
@@ -48,7 +48,7 @@ def read_text(path: Path) -> str:
         UserError: it is missing or not UTF-8.
     """
     note_read(path)
-    if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+    if path.exists() and not path.is_file():  # opening a pipe would block
         raise UserError(f"{path}: cannot be read (it is not a regular file).")
     try:
         data = path.read_bytes()
@@ -73,13 +73,13 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def read_json(path: Path, kind: type[T], *, expected: str) -> T:
-    """Read JSON, and check every value against a type; what no field asks for is ignored.
+    """Read JSON, and check every value against a type; unknown keys are ignored.
 
     Nothing is converted, except that 1.0 is the whole number 1.
 
     Args:
         kind: a type for `msgspec`.
-        expected: what the file should contain, for the errors.
+        expected: content of the file, for the errors.
 
     Raises:
         UserError: it is not JSON, or a value has another type; the message names its place in the file.
@@ -233,8 +233,8 @@ def _find_delimiter(
             errors.append(error)
         else:
             headers[delimiter] = [clean(name.strip()) for name in cells]
-    fitting = [one for one, names in headers.items() if set(columns) <= set(names)]
-    best = max(fitting or headers, key=lambda one: len(headers[one]), default="")
+    fitting = [mark for mark, names in headers.items() if set(columns) <= set(names)]
+    best = max(fitting or headers, key=lambda mark: len(headers[mark]), default="")
     names = headers.get(best, [])
     if errors and len(names) < 2:
         raise errors[0]

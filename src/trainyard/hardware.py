@@ -1,4 +1,4 @@
-"""What each GPU can do, how to train on it, and how many CPU cores this process may use. Loads no torch."""
+"""Knows the GPU models, chooses precision for each, and counts the CPU cores of this process. Loads no torch."""
 
 import os
 import re
@@ -18,7 +18,7 @@ CPU_CHANNELS_LAST = True
 
 @dataclass(frozen=True)
 class GpuType:
-    """What planning and computing need to know of a GPU model."""
+    """Properties of a GPU model that planning and computing need."""
 
     key: str  # what people type, such as "a100-80-sxm"
     name: str  # what torch.cuda.get_device_name() prints, without a leading "NVIDIA "
@@ -113,7 +113,7 @@ class Precision:
     channels_last: bool  # whether images and convolution weights are NHWC in memory
     compile: bool  # whether the model is compiled with torch.compile
     reasons: Mapping[str, str]  # field name -> why, for the log
-    cuda_graphs: bool = False  # whether what is compiled is started as CUDA graphs
+    cuda_graphs: bool = False  # whether compiled code is started as CUDA graphs
 
 
 def choose_precision(
@@ -182,8 +182,8 @@ def choose_sync_batchnorm(wanted: bool, *, device_type: str, world_size: int) ->
 
 def read_driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """Return the version of the loaded NVIDIA kernel driver, such as "580.65.06"; None if there is none."""
-    found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", file.read_text()) if file.exists() else None
-    return found[1] if found else None
+    match = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", file.read_text()) if file.exists() else None
+    return match[1] if match else None
 
 
 def list_chosen_gpus(environ: Mapping[str, str]) -> list[str] | None:
@@ -228,14 +228,14 @@ def explain_missing_gpu(driver: str | None, environ: Mapping[str, str]) -> str |
         )
     return (
         f"this machine has an NVIDIA driver ({driver}), but torch finds no GPU. In a container, start it with GPUs "
-        f"(make run-image prints the command); otherwise nvidia-smi says what is wrong. {on_cpu}"
+        f"(make run-image prints the command); otherwise nvidia-smi shows the fault. {on_cpu}"
     )
 
 
 def explain_missing_kernels(sm: int, arch_list: Sequence[str]) -> str | None:
     """Return why this build of torch cannot compute on a card, and which container image can; None if it can.
 
-    A card runs kernels of its own major version and of a minor version up to its own, and PTX of any older version,
+    A card runs kernels of its major version and of a minor version up to its own, and PTX of any older version,
     which the driver compiles (CUDA C Programming Guide, "Application Compatibility").
 
     Args:
@@ -347,7 +347,7 @@ def keep_compute_threads(recorded: int | None, chosen: Choice[int]) -> Choice[in
     The bits of sums depend on the number of threads, and not on the number of cores that run them.
 
     Args:
-        recorded: what this rank of the run computed with; None: it has not trained with as many ranks.
+        recorded: threads that this rank of the run computed with; None: it has not trained with as many ranks.
         chosen: what `choose_compute_threads` returned.
     """
     if recorded is None or recorded == chosen.value:

@@ -1,4 +1,4 @@
-"""Finds passwords and keys in text, so that what is stored about uncommitted code does not contain them."""
+"""Finds passwords and keys in text, so that stored diffs of uncommitted code do not contain them."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _SHAPES = {
     "an npm token": r"\b(npm_[A-Za-z0-9]{36})",
     "a JSON web token": r"\b(eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,})",
 }
-"""What issuers made recognisable: by what it is, a pattern whose group is the secret."""
+"""Recognisable formats of issuers: kind -> a pattern whose group is the secret."""
 
 _PASSWORD = r"(?:pass(?:word|wd|phrase)|pwd|secret(?:[_-]?key)?)\d*"
 _TOKEN = r"(?:token|credentials?|(?:api|auth|access|account|private)[_-]?key)\d*"
@@ -32,7 +32,7 @@ _ASSIGNMENTS = {
     "a key of 40 digits": r"(?i)(?:wandb|api|key|token|login)\b()[^\n]{0,30}?\b([0-9a-f]{40})\b",
     "a password option": r"(?i)--(?:password|passwd|token|secret|api-key)()[ =](?![$<{\"'])(\S{6,})",
 }
-"""What people write: by what it is, a pattern whose second group is the secret."""
+"""Common ways to write a secret: kind -> a pattern whose second group is the secret."""
 
 _SETTING = (
     rf"(?i)^\s*(?:export\s+|set\s+|env\s+|-\s+)?[\w.-]*(?:{_PASSWORD}|{_TOKEN})()"
@@ -136,14 +136,14 @@ def _mask_content(line: str, path: str, *, in_key: bool) -> tuple[str, str, bool
 
 def _mask_line(line: str, *, is_code: bool) -> tuple[str, str]:
     """Return a line with its secrets replaced, and the kind of the first; "" if it has none."""
-    found = ""
+    kinds = ""
     assignments = _ASSIGNMENTS if is_code else {**_ASSIGNMENTS, "a setting": _SETTING}
     for kind, pattern in [*_SHAPES.items(), *assignments.items()]:
         while (match := re.search(pattern, line)) and not match[match.lastindex or 0].startswith("<masked"):
             begin, end = match.span(match.lastindex or 0)
             line = f"{line[:begin]}<masked: {kind}>{line[end:]}"
-            found = found or kind
-    return line, found
+            kinds = kinds or kind
+    return line, kinds
 
 
 def _find_shape(line: str) -> str:

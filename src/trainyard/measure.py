@@ -1,4 +1,4 @@
-"""What a measurement writes: medians with spread, and one result file with all that is needed to judge them.
+"""Writes measurements: medians with spread, and one result file with all that is needed to judge them.
 
 A number with a spread above 0.1, or measured in fewer than three rounds, is marked: do not quote it.
 """
@@ -21,7 +21,7 @@ from trainyard.files import require_writable, write_atomically
 QUOTABLE_SPREAD = 0.1
 QUOTABLE_ROUNDS = 3
 WORTH = 1.1
-"""What fixing a fault has to give, as a factor of the rate, to be the verdict: on a quiet machine the medians of two
+"""Least gain of fixing a fault, as a factor of the rate, to be the verdict: on a quiet machine the medians of two
 measurements differ by up to 5 %, so a tenth is a difference."""
 
 

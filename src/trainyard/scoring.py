@@ -254,7 +254,7 @@ def bootstrap(
     has no interval, because every draw would repeat it; see `summarize_draws`.
 
     Args:
-        statistic: uses the methods of the rates, which are those of the highest thresholds, to find what it needs.
+        statistic: uses the methods of the rates, which are those of the highest thresholds, to find its scores.
 
     Raises:
         UserError: a kind of pair is missing.
@@ -294,7 +294,7 @@ def bootstrap(
 
 @dataclass(frozen=True)
 class Identification:
-    """What a search found, as far as it is known whose the samples are.
+    """The result of a search, as far as the identities of samples are known.
 
     Definitions of ISO/IEC 19795-1:2021: a mated probe's identity is in the gallery, a non-mated probe's is not. FPIR at
     a threshold is the share of non-mated probes for which any gallery row scores at least the threshold; FNIR the share
@@ -337,7 +337,7 @@ class Identification:
 def compute_error_metrics(predicted_N: ArrayLike, target_N: ArrayLike) -> dict[str, float]:
     """Return the root of the mean squared error, the mean absolute error, and the share of the variance explained.
 
-    `rmse_constant` is what the mean of these targets would get; R^2 is NaN if all targets are equal.
+    `rmse_constant` is the error of the mean of these targets; R^2 is NaN if all targets are equal.
 
     Raises:
         UserError: a prediction is not finite.
@@ -363,7 +363,7 @@ def bootstrap_error_metrics(predicted_N: ArrayLike, target_N: ArrayLike, *, draw
 def compute_class_metrics(logits_NK: ArrayLike, labels: Integers) -> dict[str, float]:
     """Return the accuracy, its mean over the classes (balanced), and the cross-entropy in nats, of N samples.
 
-    `accuracy_constant` is what the most frequent class would get.
+    `accuracy_constant` is that of the most frequent class.
 
     Args:
         logits_NK: (N, K) float, one for each of K classes.
@@ -469,7 +469,7 @@ def check_scores(kind: str, scores: ArrayLike, *, empty_message: str) -> Floats:
     """Return scores as float64.
 
     Args:
-        kind: what the scores are of, for the error message.
+        kind: of the scored things, for the error message.
         empty_message: the error message if there are no scores.
 
     Raises:

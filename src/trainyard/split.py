@@ -1,4 +1,4 @@
-"""How a global batch is divided among ranks and micro-batches: computed here, for plans, runs and the loader."""
+"""Divides a global batch among ranks and micro-batches: computed here, for plans, runs and the loader."""
 
 from dataclasses import dataclass
 

@@ -94,7 +94,7 @@ def read_table(path: Path, *, columns: Sequence[str] = (), remedy: str = "") -> 
 
     Args:
         columns: that the table must have.
-        remedy: what to do to get such a table, for the errors; "": it comes from `trainyard predict`.
+        remedy: how to get such a table, for the errors; "": it comes from `trainyard predict`.
 
     Raises:
         UserError: the file is missing, not UTF-8 or not CSV, lacks a column, or a row has too many or too few fields.

@@ -1,4 +1,4 @@
-"""Text for people: durations, sizes, columns, lists of names, the nearest match for a wrong name, what to type."""
+"""Text for people: durations, sizes, columns, lists of names, the nearest match for a wrong name, commands."""
 
 import difflib
 import re
@@ -61,10 +61,10 @@ def compose_letters(name: str) -> str:
 def make_printable(text: str) -> str:
     """Return a text with its control characters, all but line ends and tabs, as visible escapes: \\x1b[31m.
 
-    These are what a terminal obeys (C0, C1), what changes the order of letters (bidirectional marks), other line ends,
-    and bytes of file names that are not UTF-8, which cannot be printed.
+    These are obeyed by a terminal (C0, C1), or change the order of letters (bidirectional marks), or are line ends,
+    or bytes of file names that are not UTF-8, which cannot be printed.
     """
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 _UNPRINTABLE = re.compile(

@@ -54,7 +54,7 @@ def test_one_changed_byte_is_found(bundle: Path, member: str):
         file.seek(place)
         file.write(before)
     assert said.returncode == 2, said.stdout + said.stderr
-    assert said.stderr == f"{bundle}: differs from what was bundled: {member} was changed. Copy it again.\n"
+    assert said.stderr == f"{bundle}: differs from its list of hashes: {member} was changed. Copy it again.\n"
 
 
 def test_a_file_that_is_not_a_bundle_is_refused(tmp_path: Path):

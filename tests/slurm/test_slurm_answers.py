@@ -334,13 +334,13 @@ def test_nothing_is_wrong_with_a_file_that_fits(current_lab, tmp_path):
         (
             "gpus:",
             "python: pithon3\ngpus:",
-            "wrong  python: there is no pithon3 here. Name one that the nodes have, too.",
+            "wrong  python: there is no pithon3 here. Name one that the nodes also have.",
         ),
         (
             "partition: a100,",
             "partition: a100-grace,",
-            "note   PreemptMode: partition a100-grace: a preempted job has 22 s between SIGTERM and its end. What it "
-            "cannot save by then is trained again: save often, or ask the administrator for a GraceTime.",
+            "note   PreemptMode: partition a100-grace: a preempted job has 22 s between SIGTERM and its end. Steps "
+            "since the last save are trained again: save often, or ask the administrator for a GraceTime.",
         ),
     ],
 )

@@ -3,8 +3,8 @@
 A finger is soft, so two impressions of it agree under no rotation and shift alone. The matcher proposes a few poses of
 one print on the other by phase correlation (`find_poses`), and from the block that agrees best under each pose grows a
 displacement field: a block next to accepted ones is expected where they moved, and accepted if its ridges agree there
-(`FieldGrower`). The score says how much of the overlap agrees, and how well. Nothing in this is learned. The other half
-of the score are learned descriptors of what is around each cell (`descriptors`).
+(`FieldGrower`). The score rates how much of the overlap agrees. Nothing in this is learned. The other half
+of the score are learned descriptors of each cell's surroundings (`descriptors`).
 
 Everything is at 250 dpi, where a ridge has about 4.5 px, as in `baseline.py`. The constants of the score are from
 synthetic prints. The smoothing of spectra, seeds, the order of growth, and which pairs are grown were chosen on FVC2004

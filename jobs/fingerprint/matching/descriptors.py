@@ -32,7 +32,7 @@ from ..network import sample_bilinear
 from .poses import measure_likeness, rotate
 from .prints import Prints
 
-WEIGHTS = Path(__file__).with_suffix(".safetensors")  # of the run that the family's README says how to repeat
+WEIGHTS = Path(__file__).with_suffix(".safetensors")  # of a run; the family's README has the commands
 CELL_PX = 8
 CELLS = SIDE_PX // CELL_PX
 DIMS = 64
@@ -168,14 +168,14 @@ def compare_descriptors(
     least_votes: float = LEAST_VOTES,
     store: Callable[[Tensor], Tensor] | None = None,
 ) -> Evidence:
-    """Return what the descriptors of each pair of prints say.
+    """Match the descriptors of each pair of prints.
 
     A print of `one` is described under up to 23 rotations: pairs that share it are cheaper.
 
     Args:
         one, other: (P,) rows of `prints`.
         least_votes: the margin of pairs with fewer is not measured.
-        store: returns what a template keeps of the descriptors (L, D) of a print of `other`.
+        store: maps the descriptors (L, D) of a print of `other` to those that a template keeps.
     """
     device = prints.ridges_NSS.device
     angles_T = torch.tensor([radians(degrees) for degrees in ANGLES_DEG], device=device)
@@ -200,17 +200,17 @@ def compare_descriptors(
                 likely_PT = measure_likeness(prints, row, partner_P, angles_T)[0].topk(LIKELY, dim=1).indices
                 for pair, likely in zip(part.tolist(), likely_PT.sort(dim=1).values.tolist(), strict=True):
                     rotations = [describe_rotated(t) for t in likely]
-                    found = compare_cells(rotations, describe(int(other[pair])), least_votes)
-                    evidence.votes_P[pair], evidence.margin_P[pair] = found
+                    match = compare_cells(rotations, describe(int(other[pair])), least_votes)
+                    evidence.votes_P[pair], evidence.margin_P[pair] = match
                 bar.update(len(part))
     return evidence
 
 
 def compare_cells(rotations: Sequence[Cells], other: Cells, least_votes: float) -> tuple[float, float]:
     """Return the votes for the displacement with most of them, and the margin there, as `Evidence`."""
-    if not len(other.place_L2) or not all(len(one.place_L2) for one in rotations):
+    if not len(other.place_L2) or not all(len(turned.place_L2) for turned in rotations):
         return 0.0, 0.0
-    similar_TLM = [other.descriptor_LD @ one.descriptor_LD.T for one in rotations]
+    similar_TLM = [other.descriptor_LD @ turned.descriptor_LD.T for turned in rotations]
     votes_THH = blur(torch.stack([vote(*pair, other) for pair in zip(similar_TLM, rotations, strict=True)]), VOTE_CELLS)
     t, y, x = (int(at) for at in np.unravel_index(int(votes_THH.argmax()), votes_THH.shape))
     votes = float(votes_THH[t, y, x]) / (len(other.place_L2) + FEW_CELLS)

@@ -1,4 +1,4 @@
-"""Grows displacement fields block by block, and says how much of two prints agrees under them.
+"""Grows displacement fields block by block, and measures how much of two prints agrees under them.
 
 Axes of tensors: N prints, B problems (a pair in a pose), I and J rows and columns of the grid of blocks, G = I * J, C
 candidates or cells, Q blocks to look for.

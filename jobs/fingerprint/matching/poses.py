@@ -1,4 +1,4 @@
-"""Proposes poses of one print on another: ridge directions say which rotations, phase correlation which shifts.
+"""Proposes poses of one print on another: rotations from ridge directions, shifts from phase correlation.
 
 Axes of tensors: N prints, P pairs, K poses of a pair, B = P * K problems, R rotations, T twos of them, S side of a
 print in px, G of the grid of the search, F frequencies, C cells, V considered cells, U rotated prints.

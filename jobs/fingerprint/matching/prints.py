@@ -185,7 +185,7 @@ def _make_hann() -> Tensor:
 def _make_averages() -> Tensor:
     """Return (C, S): rows that average a column of pixels under the window of a block, one every 2 px.
 
-    Row c is centred on the border before pixel 2 c; what is outside of the print counts as 0.
+    Row c is centred on the border before pixel 2 c; pixels outside the print count as 0.
     """
     averages = torch.zeros(SIDE_PX // COARSE_PX, SIDE_PX + TILE_PX)
     for row in range(len(averages)):

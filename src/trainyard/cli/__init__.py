@@ -1,4 +1,4 @@
-"""The command line: parses the arguments, calls the code that does the work, and prints what to type next."""
+"""The command line: parses the arguments, calls the code that does the work, and prints the next command."""
 
 import argparse
 import importlib
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_closed(stream: TextIO) -> bool:
-    """Tell whether a stream is a pipe that nobody reads any more."""
+    """Return whether a stream is a pipe that nobody reads any more."""
     pipe = select.poll()
     pipe.register(stream.fileno(), 0)
     return any(event & select.POLLERR for _, event in pipe.poll(0))
@@ -139,7 +139,7 @@ COMMANDS = (
     ("site", "cluster-check gc"),
     ("family", "new check-family"),
 )
-"""Modules and the names of their commands, in the order of --help. What was not typed is not
+"""Modules and the names of their commands, in the order of --help. Modules of other commands are not
 imported: all modules together take longer than a status."""
 
 

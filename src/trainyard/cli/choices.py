@@ -1,4 +1,4 @@
-"""What is chosen before a job is submitted: shown to the user, and recorded in the run with its reason."""
+"""Choices made before a job is submitted: shown to the user, and recorded in the run with their reasons."""
 
 import argparse
 import os
@@ -78,12 +78,12 @@ def describe_choices(
     after: Predecessor | None = None,
     memory: Choice[str] | None = None,
 ) -> dict[str, str]:
-    """Return what a plan does not know, by the names of its rows.
+    """Return the facts that a plan lacks, by the names of its rows.
 
     Args:
         count: samples, if they were counted.
         after: the run that must be done before.
-        memory: what a step takes, as `check_memory` returns it.
+        memory: of a step, as `check_memory` returns it.
     """
     counted = "" if count is None or not data.config.data.path else f", {count:,} samples"
     return {
@@ -105,7 +105,7 @@ def list_sections(
     packing: PackingChoice | None = None,
     memory: Choice[str] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Return what was chosen before a run is created, as sections of its env.json; its attempts add to them."""
+    """Return the choices made before a run is created, as sections of its env.json; its attempts add to them."""
     choices: dict[str, Choice[str] | None] = {
         **describe_families(families),
         "data_root": Choice(data.value, data.reason),
@@ -123,7 +123,7 @@ def list_sections(
 
 
 def record_rows(run: Path, **choices: Choice[str] | None) -> None:
-    """Record in a run what a command chose; None is left out."""
+    """Record a command's choices in a run; None is left out."""
     with limit_writers():
         runs.record_choices(run, {name: choice for name, choice in choices.items() if choice is not None})
 

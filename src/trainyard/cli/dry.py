@@ -1,4 +1,4 @@
-"""What `--dry` prints: what a command would start. It starts and writes nothing, and loads no torch."""
+"""`--dry`: prints a command's plan. Starts and writes nothing, and loads no torch."""
 
 import os
 import sys
@@ -40,10 +40,10 @@ PACKING, FIRST = "PACKING", "FIRST"
 
 
 def print_run(run: Path, config: TrainConfig, jobs_dir: Path, *, ranks: int, memory: Choice[str] | None = None) -> int:
-    """Print what a run on this machine would train on, how long, and from which step.
+    """Print the data, duration and first step of a run on this machine.
 
     Args:
-        memory: what a step takes, and the reason, where that is asked before the run starts.
+        memory: of a step, with the reason, where it is checked before the run starts.
 
     Raises:
         UserError: the run would be refused for its data.
@@ -170,8 +170,8 @@ def _describe_data(config: TrainConfig, jobs_dir: Path) -> tuple[str, int | None
     """Return which data a run reads, and the steps of an epoch; None before the data is packed."""
     if not is_packed(config):
         raw = find_raw(config, jobs_dir)
-        found = f"{raw}: raw files" if raw else f"{config.data.synthetic} samples to synthesize"
-        return f"{found}, packed into {config.data.cache} unless that was done before", None
+        source = f"{raw}: raw files" if raw else f"{config.data.synthetic} samples to synthesize"
+        return f"{source}, packed into {config.data.cache} unless that was done before", None
     index, splits = _read_splits(config, jobs_dir)
     sizes = ", ".join(f"{name} {len(ids)}" for name, ids in splits.items())
     return f"{config.data.path}: {index.count} samples ({sizes})", _count_steps(config, index, splits)

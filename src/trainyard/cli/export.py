@@ -19,7 +19,6 @@ SUFFIXES = {"safetensors": ".safetensors", "torch-export": ".pt2", "onnx": ".onn
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the command."""
     doc = "write a run's weights, or its network with its preprocessing, to one file for other programs"
     verb = add_verb(verbs, "export", _export, doc)
     verb.add_argument("run", help="its folder, or a job for that job's newest run with weights")
@@ -58,9 +57,9 @@ def _export(args: argparse.Namespace) -> int:
     say(
         f"step {entry.step} -> {out} ({format_size(out.stat().st_size)}, {format_duration(time.monotonic() - started)})"
     )
-    found = ", ".join(f"{name} {value:.1e}" for name, value in check.differences.items())
-    say(f"{check.runtime} computes what the run does on {check.samples} samples of {check.source}.")
-    say(f"Largest difference, relative above 1: {found}; {check.tolerance:g} is allowed.")
+    differences = ", ".join(f"{name} {value:.1e}" for name, value in check.differences.items())
+    say(f"{check.runtime} computes the same as the run on {check.samples} samples of {check.source}.")
+    say(f"Largest difference, relative above 1: {differences}; {check.tolerance:g} is allowed.")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Extends a run to a larger `max_duration`: exactly, unless what it did so far depends on where it ends."""
+"""Extends a run to a larger `max_duration`: exactly, unless its past steps depend on the end of the schedule."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,24 +96,24 @@ def _refuse_if_out_of_patience(run: Path, old: TrainConfig, new: TrainConfig, st
 
 def _list_differences(run: Path, old: TrainConfig, step: int, steps_per_epoch: int | None) -> list[str]:
     """Return why the run at `step` differs from one that was planned to be longer."""
-    found = []
+    notes = []
     own = read_env(run).get("choices", {}).get("schedule", {}).get("reason")
     if own or old.schedule.name in KNOW_THE_END:
-        found.append(
+        notes.append(
             f"{f'{own} may end' if own else f'schedule.name={old.schedule.name} ends'} where the run ends, so its "
             "learning rates so far are of the shorter run, and from here on they follow the longer one's"
         )
     if not read_run(run).is_done:
-        return found
+        return notes
     if Duration.parse(old.max_duration).unit == "min":
-        found.append(f"max_duration={old.max_duration} is a time, which another run would divide into other steps")
+        notes.append(f"max_duration={old.max_duration} is a time, which another run would divide into other steps")
     has_validation = "val" in read_env(run).get("data", {}).get("splits", {})
     if has_validation and not _is_due(old.eval_every, step, steps_per_epoch):
-        found.append(
+        notes.append(
             f"it was evaluated at its end, step {step}, where eval_every={old.eval_every} is not due, and that had a "
             "say in which weights are the best"
         )
-    return found
+    return notes
 
 
 def _is_due(every: str, step: int, steps_per_epoch: int | None) -> bool:

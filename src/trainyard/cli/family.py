@@ -1,4 +1,4 @@
-"""The commands for a family of one's own: new and check-family."""
+"""The commands for writing a family: new and check-family."""
 
 import argparse
 import shlex
@@ -16,10 +16,9 @@ from trainyard.tools.new_family import create_family, list_templates
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the commands."""
-    verb = add_verb(verbs, "new", _create, "write a family of one's own, which trains on a folder at once")
+    verb = add_verb(verbs, "new", _create, "write a family, which trains on a folder at once")
     verb.add_argument("family", help="its name, such as birds")
-    verb.add_argument("--like", choices=list_templates(), default="images", help="what it trains on; default: images")
+    verb.add_argument("--like", choices=list_templates(), default="images", help="kind of its samples; default: images")
     verb.set_defaults(jobs=Path("jobs"))
     verb = add_verb(
         verbs, "check-family", _check, "check that a family does what training relies on, in a minute or two"
@@ -33,7 +32,7 @@ def _create(args: argparse.Namespace) -> int:
     say(f"{folder}: {list_templates()[args.like]}")
     say(f"next: trainyard check-family {args.family}{jobs}")
     say(f"      trainyard run {args.family} data.path=FOLDER{jobs}")
-    say(f"what to change, and what else it may bring: {INTERFACE}")
+    say(f"the interface of a family, required and optional: {INTERFACE}")
     return 0
 
 
@@ -53,7 +52,7 @@ def _check(args: argparse.Namespace) -> int:
                 failed += 1
                 say(f"        {result.failure}", flush=True)
     if failed:
-        say(f"{name}: {failed} failed. What a family owes: {INTERFACE}")
+        say(f"{name}: {failed} failed. The contract of a family: {INTERFACE}")
         return 1
     say(f"{name} meets the contract.\nnext: trainyard run {name} data.path=FOLDER{format_families(name, jobs)}")
     return 0

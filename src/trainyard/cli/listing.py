@@ -1,4 +1,4 @@
-"""The commands that list what one can run, and with which options: jobs, options, completion."""
+"""The commands that list jobs and options, and print shell completion: jobs, options, completion."""
 
 import argparse
 import itertools
@@ -53,9 +53,8 @@ SHARE_LEFT = 0.9
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the commands."""
     add_verb(verbs, "jobs", _list_jobs, "list the jobs you can run, and what runs here")
-    verb = add_verb(verbs, "options", _list_options, "list a job's options, their values and what they do")
+    verb = add_verb(verbs, "options", _list_options, "list a job's options, with values and meaning")
     verb.add_argument("job")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
     doc = "print what makes a shell complete commands, flags, jobs and runs; how to use it is its first line"
@@ -81,15 +80,15 @@ def _list_jobs(args: argparse.Namespace) -> int:
         listed |= presets.keys()
     say(f"{AT_ONCE}: on generated data, without a GPU    {WITH_DATA}: make run JOB=... DATA=FOLDER")
     if BROKEN in answers:
-        say(f"{BROKEN}: trainyard options JOB says what is wrong with the file")
+        say(f"{BROKEN}: trainyard options JOB names the error in the file")
     if answers - {AT_ONCE, WITH_DATA, BROKEN}:
-        found = ", ".join(f"{gib:.0f} GB" for gib in gpus_gib) or "none"
-        say(f"GB: of each GPU, and this machine has {found}. On a cluster: make submit JOB=... GPUS=n")
+        memory = ", ".join(f"{gib:.0f} GB" for gib in gpus_gib) or "none"
+        say(f"GB: of each GPU, and this machine has {memory}. On a cluster: make submit JOB=... GPUS=n")
     return 0
 
 
 def _print_families(presets: Sequence[Path], gpus_gib: list[float]) -> set[str]:
-    """Print the jobs of one folder by family; return what was said about what they need."""
+    """Print the jobs of one folder by family; return the printed requirements."""
     wide, answers = max((len(file.stem) for file in presets), default=0), set()
     by_family = sorted(presets, key=lambda path: (path.parent.name, path.stem))
     for family, files in itertools.groupby(by_family, key=lambda path: path.parent.name):

@@ -1,4 +1,4 @@
-"""The commands for what is on this machine: packed data, checkpoints and reports."""
+"""The commands for packed data, checkpoints and reports on this machine."""
 
 import argparse
 from pathlib import Path
@@ -16,7 +16,6 @@ from trainyard.text import format_override, quote_path
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the commands."""
     verb = add_verb(verbs, "pack", _pack, "write raw files into shards, or finish writing them")
     verb.add_argument("job")
     verb.add_argument("raw", type=Path, help="folder of raw files")
@@ -78,17 +77,17 @@ def _write_report(args: argparse.Namespace) -> int:
     from trainyard.report.compare_page import PAGE, write_comparison
     from trainyard.report.run_page import format_summary, write_report
 
-    found = list(dict.fromkeys(runs.resolve_run(name, args.runs) for name in args.run))
-    if len(found) > 1:
+    folders = list(dict.fromkeys(runs.resolve_run(name, args.runs) for name in args.run))
+    if len(folders) > 1:
         page = args.out or args.runs / PAGE
         if page.is_dir():
             raise UserError(f"--out {page}: is a folder. Name the file: --out {page / PAGE}")
         require_writable(page.parent, flag="--out" if args.out else "--runs")
         page.parent.mkdir(parents=True, exist_ok=True)
-        say(write_comparison(found, page))
+        say(write_comparison(folders, page))
         say(f"next: open {quote_path(page)}")
         return 0
-    (run,) = found
+    (run,) = folders
     if args.out:
         raise UserError(f"--out {args.out}: is for the page of several runs; that of one run is {run}/report.html.")
     report = write_report(run)

@@ -33,7 +33,6 @@ _ANSWER = "diagnosis.json"
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the commands."""
     doc = "measure what limits a job's training on this machine, and what fixing it would give"
     verb = add_verb(verbs, "doctor", _doctor, doc)
     verb.add_argument("job", nargs="?", default="")
@@ -44,10 +43,10 @@ def add_commands(verbs: Verbs) -> None:
     trace = "also write a trace of some steps, which ui.perfetto.dev opens, and name the most expensive operators"
     verb.add_argument("--trace", type=Path, metavar="FILE", help=trace)
     verb.add_argument("--results", type=Path, metavar="FOLDER", help="also write doctor-DATE.jsonl there")
-    record = "say from a run's record what its time went to; measures nothing"
+    record = "break down a run's time from its record; measures nothing"
     verb.add_argument("--run", metavar="RUN", help=record)
     verb.add_argument("--as-rank", type=Path, default=None, help=argparse.SUPPRESS)
-    doc = "measure what each optimisation gives a job on this machine: alone, and with all the others"
+    doc = "measure the gain of each optimisation for a job on this machine: alone, and with all the others"
     verb = add_verb(verbs, "ablate", _ablate, doc)
     verb.add_argument("job")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
@@ -89,8 +88,8 @@ def _doctor(args: argparse.Namespace) -> int:
         if code:
             return code
         answer = json.loads((run / _ANSWER).read_text())
-    found = decode_diagnosis(answer)
-    for line in [*format_diagnosis(args.job, found), *answer["operators"]]:
+    diagnosis = decode_diagnosis(answer)
+    for line in [*format_diagnosis(args.job, diagnosis), *answer["operators"]]:
         say(line)
     if args.results:
         options = {"job": args.job, "overrides": args.overrides, "ranks": args.ranks, "seconds": args.seconds}
@@ -125,10 +124,10 @@ def _measure(run: Path, config: "TrainConfig", args: argparse.Namespace, world: 
     from trainyard.tools.trial import prepare_trial
 
     with prepare_trial(run, config, args.jobs, world, os.environ) as trial:
-        found: Diagnosis = diagnose(trial, seconds=args.seconds)
+        diagnosis: Diagnosis = diagnose(trial, seconds=args.seconds)
         operators = trace_steps(trial, args.trace) if args.trace and world.is_main else []
     if world.is_main:
-        write_atomically(run / _ANSWER, json.dumps({**encode_diagnosis(found), "operators": operators}))
+        write_atomically(run / _ANSWER, json.dumps({**encode_diagnosis(diagnosis), "operators": operators}))
     return 0
 
 

@@ -43,7 +43,6 @@ USUAL_CARDS = ("p100-16-pcie", "2080ti", "a5000", "a100-40-sxm", "a100-80-sxm", 
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the command."""
     verb = add_verb(verbs, "plan", _plan, "how a job's global batch fits on each card, before anything is queued")
     verb.add_argument("job", nargs="?", default="", help="preset, such as fingerprint_1m: trainyard jobs")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")
@@ -56,7 +55,7 @@ def add_commands(verbs: Verbs) -> None:
     )
     verb.add_argument("--cluster", default="", metavar="NAME", help="slurm/NAME.yaml, or a path: its GPU types")
     verb.add_argument("--all", action="store_true", help="all presets instead of one, as a table; takes minutes")
-    verb.add_argument("--stored", action="store_true", help="with --all: read what is stored, and predict nothing")
+    verb.add_argument("--stored", action="store_true", help="with --all: read stored predictions, and predict nothing")
     add_synthetic_option(verb)
 
 
@@ -114,10 +113,10 @@ def _choose_cards(wanted: str, cluster: clusters.Cluster | None) -> dict[str, Gp
     chosen: dict[str, GpuType] = {}
     for name in wanted.split(",") if wanted else USUAL_CARDS if cluster is None else known:
         exact = known.get(name) or (_get_card(name) if cluster is None else None)
-        found = {key: card for key, card in known.items() if card.is_called(name)} if exact is None else {name: exact}
-        if not found:
+        cards = {key: card for key, card in known.items() if card.is_called(name)} if exact is None else {name: exact}
+        if not cards:
             raise UserError(f"--hw {name}: no such card.{suggest_nearest(name, names)} Cards: {', '.join(names)}.")
-        chosen |= found
+        chosen |= cards
     return chosen
 
 
@@ -125,7 +124,7 @@ def _get_card(key: str) -> GpuType | None:
     return CPU if key == CPU.key else get_gpu(key)
 
 
-# What submit asks of a plan
+# Checks for submit
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class Target:
 
 
 def check_memory(plan: Plan, request: RunRequest, *, allow_smaller_batch: bool = True) -> Choice[str] | None:
-    """Return what a step takes on the card of a plan, as `check_target`; None for ranks on the CPU."""
+    """Check a step's memory on the card of a plan, as `check_target`; None for ranks on the CPU."""
     card = get_gpu(plan.kind.card)
     if card is None:
         return None
@@ -150,15 +149,15 @@ def check_memory(plan: Plan, request: RunRequest, *, allow_smaller_batch: bool =
 def check_target(
     target: Target, config: TrainConfig, request: RunRequest, *, allow_smaller_batch: bool = True
 ) -> Choice[str]:
-    """Return what a step takes, as predicted.
+    """Return the predicted memory of a step.
 
-    What was never predicted is predicted now, in a process of its own; with --dry it is not.
+    Without a stored prediction, predicts now in a separate process; with --dry it does not.
 
     Args:
         allow_smaller_batch: whether a smaller micro-batch may be proposed.
 
     Raises:
-        UserError: the step cannot fit; says what to type.
+        UserError: the step cannot fit; has the command to type.
     """
     if not request.predicts_memory:
         return Choice("not checked", "--no-plan")
@@ -208,14 +207,14 @@ def _find_fitting(target: Target, config: TrainConfig, predictions: PredictionCa
 def _explain_misfit(
     target: Target, config: TrainConfig, fit: CardFit, fitting: CardFit | None, request: RunRequest
 ) -> str:
-    """Say how much is missing, and which line computes the same in less memory, if one does."""
+    """Return the missing memory, and a command that computes the same in less, if there is one."""
     if fitting is not None:
         changes = list_changes(config, fitting)
         advice = f"This computes the same and fits: {format_submit_command(config.job, request.typed, changes)}"
     else:
         every_card = _format_plan_command(target, config, request.jobs_dir, every_card=True)
         advice = (
-            f"What fits on which card: {every_card}. To try it all the same: "
+            f"To see what fits on which card: {every_card}. To try it all the same: "
             f"{format_submit_command(config.job, request.typed, ['--no-plan'])}"
         )
     name = f"HW={target.hw}" if target.cluster else target.card.name

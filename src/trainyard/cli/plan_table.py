@@ -25,12 +25,12 @@ def tabulate_presets(
     roots: Sequence[Path],
     predicts: bool,
 ) -> Iterator[str]:
-    """Yield the lines of the table, in Markdown; first predict what is not stored: minutes for all presets.
+    """Yield the lines of the table, in Markdown; first make missing predictions: minutes for all presets.
 
     Args:
         request: with overrides that hold for each preset.
         roots: folders of families; of two presets with one name, that of the first counts.
-        predicts: whether what was never predicted is predicted now.
+        predicts: whether missing predictions are made now.
     """
     from tqdm import tqdm  # here, because submit loads this file and must respond quickly
 

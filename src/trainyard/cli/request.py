@@ -45,13 +45,13 @@ def add_plan_option(verb: argparse.ArgumentParser) -> None:
 
 
 def find_cluster(wanted: str, *, job: str = "", dry: bool = False) -> clusters.Cluster:
-    """Return the requested cluster; if it has a group, its members may read what this process creates.
+    """Return the requested cluster; if it has a group, its members may read files of this process.
 
     Args:
         job: which a person may run without Slurm; "": none.
 
     Raises:
-        UserError: there is no Slurm here to submit to; says how to run without it.
+        UserError: there is no Slurm here to submit to; has the command that runs without it.
     """
     absent = slurm.explain_absence()
     if absent and not dry:
@@ -70,7 +70,7 @@ def find_cluster(wanted: str, *, job: str = "", dry: bool = False) -> clusters.C
 
 
 def read_request(args: argparse.Namespace) -> RunRequest:
-    """Return what was typed; a flag that the command does not have is as one that was left out."""
+    """Return the typed request; a flag that the command does not have counts as left out."""
     stated = vars(args)
     return RunRequest(
         job=stated.get("job", ""),
@@ -98,7 +98,7 @@ def check_against_slurm(*plans: Plan | None) -> None:
 
     Raises:
         UserError: this is another Slurm, it has no such partition, its time limit is shorter than requested, a limit of
-            an account or a QOS would keep a job waiting for ever, or what a job needs on its nodes is not there.
+            an account or a QOS would never let a job start, or its nodes lack something that it needs.
     """
     here, partitions = slurm.query_cluster_name(), slurm.query_partitions()
     present = [plan for plan in plans if plan is not None]
@@ -149,14 +149,14 @@ def _check_limits(plans: Sequence[Plan]) -> None:
         limits = rules.find_limits(**options)
         demand = count_demand(plan.kind, gpus=plan.gpus, nodes=plan.nodes, time_min=plan.time_min)
         if exceeded := find_exceeded(limits, demand):
-            found = describe_exceeded(exceeded, demand)
-            option, _, value = found.options.partition(" ")
-            fits = f"{found.options} (make: {option[2:].upper()}={value})"
+            wait = describe_exceeded(exceeded, demand)
+            option, _, value = wait.options.partition(" ")
+            fits = f"{wait.options} (make: {option[2:].upper()}={value})"
             if option == "--time" and plan.why_hw == PACKS:
                 fits = f"in {plan.cluster.path}, time_max: {value} for gpus.{plan.hw}, where the data are packed"
             elif not option or plan.why_hw == PACKS:
                 fits = "--qos NAME or --account NAME, whose limit is larger"
-            raise UserError(f"{found.text}, so it would never start. Request what fits: {fits}")
+            raise UserError(f"{wait.text}, so it would never start. Request what fits: {fits}")
         for limit in (limit for limit in limits if limit.name.startswith("MaxSubmit")):
             _check_room(plan, len(plans), limit, slurm.count_queued(user, limit))
 
@@ -178,7 +178,7 @@ def _check_room(plan: Plan, count: int, limit: slurm.Limit, queued: int) -> None
 def require_trust(
     folders: Sequence[Path], args: argparse.Namespace, *, here: bool = False, is_recalled: bool = False
 ) -> None:
-    """Raise a UserError if others own or can change what is executed from these folders, unless `--trust` was typed.
+    """Raise a UserError if others own or can change the executed files of these folders, unless `--trust` was typed.
 
     Args:
         is_recalled: the folder of families is one that a run names, and nobody typed.
@@ -209,12 +209,12 @@ def recall_families(run: Path, args: argparse.Namespace) -> None:
         require_trust([run], args, here=True, is_recalled=is_named)
 
 
-def wait_while_ending(found: Sequence[Path]) -> list[status.Status]:
+def wait_while_ending(folders: Sequence[Path]) -> list[status.Status]:
     """Return the statuses of runs, once Slurm is not just ending the job of one, for instance after `cancel`."""
     deadline, told = time.monotonic() + _ENDING_S, ""
     while True:
-        known, _ = status.read_statuses(found)
-        ending = next((one.slurm_job_id for one in known if one.is_ending), "")
+        known, _ = status.read_statuses(folders)
+        ending = next((run.slurm_job_id for run in known if run.is_ending), "")
         if not ending or time.monotonic() > deadline:
             return known
         if ending != told:

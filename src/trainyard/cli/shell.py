@@ -21,7 +21,6 @@ from trainyard.text import quote_path
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the command."""
     verb = add_verb(verbs, "shell", _open_shell, "open a shell on a node, as a run has it, or next to a run")
     verb.add_argument("run", nargs="?", default="", help="a run in Slurm; default: a new Slurm job of an hour")
     add_resource_args(verb, gpus=1)

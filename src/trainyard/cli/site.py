@@ -1,4 +1,4 @@
-"""The commands for a site: cluster-check, and gc, which shows what takes disk space and deletes what a person names."""
+"""The commands for a site: cluster-check, and gc, which lists disk usage and deletes the named items."""
 
 import argparse
 import os
@@ -14,15 +14,14 @@ from trainyard.terminal import say
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the commands."""
     verb = add_verb(verbs, "cluster-check", _check_cluster, "compare a cluster file with the Slurm it describes")
     verb.add_argument("cluster", nargs="?", default="", help="slurm/NAME.yaml, or a path; default: by Slurm's name")
-    verb = add_verb(verbs, "gc", _gc, "show what takes disk space and who needs it; delete what is named")
+    verb = add_verb(verbs, "gc", _gc, "list disk usage and the runs that need it; delete the named items")
     mine = "cache of packed data, as data.cache of your runs names it (default: data); repeatable"
     verb.add_argument("--data", type=Path, action="append", default=[], metavar="DIR", help=mine)
     named = "delete this item of the list; repeatable; 'unneeded': all that nobody needs and a run can make again"
     verb.add_argument("--delete", action="append", default=[], metavar="NAME", help=named)
-    verb.add_argument("--force", action="store_true", help="also what a run still needs")
+    verb.add_argument("--force", action="store_true", help="also items that a run still needs")
 
 
 def _check_cluster(args: argparse.Namespace) -> int:

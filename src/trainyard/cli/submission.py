@@ -54,11 +54,10 @@ class _Chosen:
     plan: Plan
     packing: PackingChoice
     count: int | None  # of samples; None: not counted
-    memory: Choice[str] | None  # what a step takes; None: ranks on the CPU
+    memory: Choice[str] | None  # of a step; None: ranks on the CPU
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the command."""
     verb = add_verb(verbs, "submit", _submit, "train a job on a cluster: plan, submit, return")
     verb.add_argument("job", help="preset, such as fingerprint_1m: trainyard jobs")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")
@@ -209,23 +208,23 @@ def _choose_local_ranks(wanted: int, *, cpu_ranks: int) -> tuple[int, list[Local
     if wanted < 1:
         raise UserError(f"--gpus {wanted}: a job needs at least one rank. Leave it out for one.")
     gpus = list_gpus()
-    found = count_visible_gpus(gpus, os.environ)
-    if wanted > max(1, found):
-        use = f"Use --gpus {found}." if found else f"Leave --gpus out to train on the CPU, or --cpu-ranks {wanted}."
-        raise UserError(f"{wanted} GPUs requested, but this machine has {found}. {use}")
-    return wanted, gpus if found else []
+    visible = count_visible_gpus(gpus, os.environ)
+    if wanted > max(1, visible):
+        use = f"Use --gpus {visible}." if visible else f"Leave --gpus out to train on the CPU, or --cpu-ranks {wanted}."
+        raise UserError(f"{wanted} GPUs requested, but this machine has {visible}. {use}")
+    return wanted, gpus if visible else []
 
 
 def _check_local_memory(
     config: TrainConfig, request: RunRequest, *, ranks: int, gpus: Sequence[LocalGpu]
 ) -> Choice[str]:
-    """Return what a step takes on the GPUs of this machine, as `check_target`, or where else memory is checked."""
+    """Check a step's memory on the GPUs of this machine, as `check_target`, or name the later check."""
     if not gpus:
-        return Choice(HOST, "ranks on the CPU; a run refuses what this host has no memory for")
+        return Choice(HOST, "ranks on the CPU; a run that needs more than this host's memory is refused")
     names = {f"{gpu.name}{', in MIG slices' * gpu.is_split}": gpu for gpu in gpus}
     gpu, *others = names.values()
     card = None if others or gpu.is_split else find_gpu_by_name(gpu.name, gpu.memory_gib)
-    if card is None:  # of several types, torch chooses one by rules of its own
+    if card is None:  # of several types, torch chooses one by its own rules
         what = f"{' and '.join(names)}: {'several types' if others else 'no card that plans know'}"
         return Choice("not checked", f"{what}; when the run starts, it tries its largest step first")
     return check_target(Target(card, ranks, card.key, None), config, request)

@@ -52,7 +52,6 @@ from trainyard.text import count_nouns
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the commands."""
     verb = add_verb(verbs, "sweep", _run_sweep, "run a job with many settings, as one Slurm array")
     verb.add_argument("job", nargs="?", help="preset")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="options that all runs share")
@@ -150,7 +149,7 @@ def _continue_sweep(args: argparse.Namespace) -> int:
         say(f"Nothing is missing: {_count_states(states.values())}.\nnext  trainyard results {sweep.name}")
         return 0
     submitted = next((run for run in present if (run / runs.SUBMISSION).is_file()), None)
-    if submitted is None and not sweep.request:  # an older version had not written down what it requested
+    if submitted is None and not sweep.request:  # an older version had not stored the request
         raise UserError(f"{sweep.folder}: was never submitted. Remove it and its runs, and type the sweep again.")
     submission = read_submission(submitted) if submitted else {"cluster_file": "", **sweep.request}
     cluster = find_cluster(args.cluster or submission["cluster_file"], job=sweep.job, dry=args.dry)
@@ -210,8 +209,8 @@ def _create_missing(
     data = compose_job(request, cluster)
     plan = make_plan(data.config, cluster, request.resources)
     own = [element.overrides for element in missing]
-    found = map(sweeps.Combination, own, configs.compose_each(sweep.job, sweep.fixed, own, args.jobs))
-    settled = _settle(list(found), plan, data, request, varies_micro_batch="micro_batch_size" in sweep.axes)
+    combinations = map(sweeps.Combination, own, configs.compose_each(sweep.job, sweep.fixed, own, args.jobs))
+    settled = _settle(list(combinations), plan, data, request, varies_micro_batch="micro_batch_size" in sweep.axes)
     sweeps.create_runs(missing, settled, environ=os.environ, group=cluster.group)
     say(f"{len(missing)} runs, which an interruption had left out, were created now.", file=sys.stderr)
 
@@ -230,19 +229,19 @@ def _submit_elements(
     parallel: int,
     most: int,
 ) -> list[str]:
-    found, packing_run, folder = [element.run for element in elements], None, sweep.folder / "slurm"
+    folders, packing_run, folder = [element.run for element in elements], None, sweep.folder / "slurm"
     if packing.plan is not None:
         check_against_slurm(packing.plan)
         place = sweeps.name_packing_run(sweep.folder, sweep.job)
         config, group = packing.plan.config, packing.plan.cluster.group
         origin = Origin.collect(os.environ)
         packing_run = create_run(sweep.folder, config, name=place.name, origin=origin, group=group)
-    for run in found:
+    for run in folders:
         record_rows(run, packed_where=packing.where)
     try:
         return submit.submit(
             plan,
-            found,
+            folders,
             folder=folder,
             code=code,
             parallel=parallel,
@@ -281,9 +280,9 @@ def _print_results(args: argparse.Namespace) -> int:
     missing = sweep_file.list_missing(sweep)
     present = [element.run for element in sweep.elements if element not in missing]
     states = _list_states(sweep, status.read_statuses(present)[0])
-    found = results.collect(sweep, states, metric=args.metric)
-    page = results.write(found)
-    say(f"{results.format_results(found)}\n{page}")
+    collected = results.collect(sweep, states, metric=args.metric)
+    page = results.write(collected)
+    say(f"{results.format_results(collected)}\n{page}")
     return 0
 
 

@@ -39,7 +39,6 @@ from trainyard.train.world import find_idle_nodes, read_world
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the commands."""
     verb = add_verb(verbs, "run", _run, "train a job here: on one GPU, several, or the CPU")
     verb.add_argument("job", help="preset, such as fingerprint_demo: trainyard jobs")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")
@@ -61,7 +60,7 @@ def add_commands(verbs: Verbs) -> None:
     verb.add_argument("--cpu-ranks", type=int, default=0, metavar="N", help="here: processes that share the cores")
     verb.add_argument("--break-lock", action="store_true", help="take over a run whose host is known to be dead")
     add_trust_option(verb)
-    changed = "what to do with files it did not write so"
+    changed = "files that changed since the run wrote them: restore or accept"
     verb.add_argument("--changed-files", choices=("restore", "accept"), help=changed)
     add_resource_args(verb, gpus=0)
     add_plan_option(verb)
@@ -141,7 +140,7 @@ def _resume(args: argparse.Namespace) -> int:
     require_trust([run], args, here=args.here)
     submitted = (run / runs.SUBMISSION).is_file() and not args.here
     if submitted:
-        read_submission(run)  # or say what is wrong with it
+        read_submission(run)  # raises if it is damaged
         ended = refuse_if_busy(run)
     count = 1 if submitted else _count_ranks(args)
     if args.dry:
@@ -171,7 +170,7 @@ def _resume(args: argparse.Namespace) -> int:
 
 def _settle_changed_files(run: Path, wanted: str | None) -> None:
     if wanted:
-        for change in (found for found in changes.find_changes(run) if not found.can_resume):
+        for change in (each for each in changes.find_changes(run) if not each.can_resume):
             logger.warning("{}: {} {}ed", change.path, change.problem, wanted.removesuffix("e"))
     if wanted == "restore":
         changes.restore_files(run)
@@ -187,7 +186,7 @@ def _run_rank(args: argparse.Namespace) -> int:
 
 
 def _train(run: Path, args: argparse.Namespace, count: int) -> int:
-    """Train in this process, or in several child processes; then print the outcome and what to type next."""
+    """Train in this process, or in several child processes; then print the outcome and the next command."""
     from trainyard.report.board import update_board
 
     try:
@@ -269,17 +268,17 @@ def _count_ranks(args: argparse.Namespace) -> int:
     import torch
 
     wanted: int = args.gpus
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted > found:
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted > visible:
         raise UserError(
-            f"{wanted} GPUs requested, but this machine has {found}. "
-            + (f"Use --gpus {found}." if found else "Leave --gpus (GPUS=) out to train on the CPU.")
+            f"{wanted} GPUs requested, but this machine has {visible}. "
+            + (f"Use --gpus {visible}." if visible else "Leave --gpus (GPUS=) out to train on the CPU.")
         )
     return wanted
 
 
 def _refuse_idle_nodes(args: argparse.Namespace) -> None:
-    """Refuse to train in a shell of salloc, which is not on the nodes that it has reserved; say how to train there."""
+    """Refuse to train in a shell of salloc, which is not on its nodes; print the command that trains there."""
     if nodes := find_idle_nodes(os.environ):
         has_tasks = "SLURM_NTASKS" in os.environ  # salloc -n 4: a rank each
         start = ["srun"] if has_tasks else ["srun", "--nodes=1", "--ntasks=1"]
@@ -291,7 +290,7 @@ def _refuse_idle_nodes(args: argparse.Namespace) -> None:
 
 
 def _refuse_impossible(config: TrainConfig, count: int) -> None:
-    """Refuse what the ranks would refuse, each on its own, after the data were packed and the run was created."""
+    """Refuse early: each rank would refuse this only after the data were packed and the run was created."""
     require_trackers(config.trackers)
     world_size = read_world(os.environ).world_size if _is_launched() else count
     if config.sync_batchnorm and world_size > 1:

@@ -22,7 +22,6 @@ SHOWN = 20
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add the commands."""
     doc = "score a run's weights, and its family's baselines, on labelled folders: metrics, intervals, figures"
     verb = _add_use_verb(verbs, "evaluate", _evaluate, doc)
     verb.add_argument("folders", nargs="+", metavar="FOLDER", help="labelled raw files as for training, or packed data")
@@ -95,10 +94,10 @@ def _evaluate(args: argparse.Namespace) -> int:
     if not folders:
         command = f"trainyard evaluate {quote_path(args.run)} FOLDER {shlex.join(options)}"
         raise UserError(f"Name a folder to evaluate: {command}")
-    found = evaluate(run, folders, args.jobs, split=args.split, overrides=options, with_baselines=not args.no_baseline)
-    say(format_evaluations(found))
-    for one in found:
-        say(f"{one.describe()} Written: {one.path}")
+    evals = evaluate(run, folders, args.jobs, split=args.split, overrides=options, with_baselines=not args.no_baseline)
+    say(format_evaluations(evals))
+    for item in evals:
+        say(f"{item.describe()} Written: {item.path}")
     say(f"next: trainyard report {quote_path(args.run)}")
     return 0
 
@@ -132,15 +131,15 @@ def _compare(args: argparse.Namespace) -> int:
 
     typed = shlex.join(["trainyard", "compare", args.run, str(args.one), str(args.other)])
     asked = {"fmr": args.fmr, "kind": args.impostors, "by_matcher": args.matcher, "command": typed}
-    found = compare(_find_run(args), args.one, args.other, args.jobs, **asked)
-    say(f"score      {found.score:.6f}")
-    say(f"threshold  {found.point.threshold:.6f}  at FMR {args.fmr:g}")
-    say(f"verdict    {'match' if found.score >= found.point.threshold else 'no match'}")
-    recorded = found.recorded
-    accepted = round(found.point.fmr * len(recorded.impostor))
+    comparison = compare(_find_run(args), args.one, args.other, args.jobs, **asked)
+    say(f"score      {comparison.score:.6f}")
+    say(f"threshold  {comparison.point.threshold:.6f}  at FMR {args.fmr:g}")
+    say(f"verdict    {'match' if comparison.score >= comparison.point.threshold else 'no match'}")
+    recorded = comparison.recorded
+    accepted = round(comparison.point.fmr * len(recorded.impostor))
     say(
         f"{accepted:,} of {len(recorded.impostor):,} impostor trials ({recorded.kind}) of {recorded.source} score that "
-        f"high, and {found.point.fnmr:.2%} of its genuine pairs do not."
+        f"high, and {comparison.point.fnmr:.2%} of its genuine pairs do not."
     )
     if accepted < 30:
         say("Fewer than 30 errors: the true rate may differ by more than 30 % (rule of 30, ISO/IEC 19795-1).")
@@ -171,18 +170,18 @@ def _search(args: argparse.Namespace) -> int:
 
 
 def _print_identification(result: "SearchResult", fpir: float | None) -> None:
-    found = result.identify()
-    if found is None:
+    identified = result.identify()
+    if identified is None:
         say("No identities: rank-1 and FNIR need embeddings of `trainyard embed ... --identity REGEX` on both sides.")
         return
-    if found.rank1 is not None:
-        say(f"rank-1 identification rate {found.rank1:.2%} of {found.mated:,} mated probes")
-    rates = found.list_supported() if fpir is None else [fpir]
+    if identified.rank1 is not None:
+        say(f"rank-1 identification rate {identified.rank1:.2%} of {identified.mated:,} mated probes")
+    rates = identified.list_supported() if fpir is None else [fpir]
     for rate in rates:
-        fnir, threshold = found.find_fnir(rate)
-        say(f"FNIR {fnir:.2%} at FPIR {rate:g} (threshold {threshold:.6f}, {found.non_mated:,} non-mated probes)")
+        fnir, threshold = identified.find_fnir(rate)
+        say(f"FNIR {fnir:.2%} at FPIR {rate:g} (threshold {threshold:.6f}, {identified.non_mated:,} non-mated probes)")
     if not rates:
         say(
-            f"No FNIR: {found.non_mated:,} probes are of nobody in the gallery; FPIR 0.1 needs 30 (rule of 3, ISO/IEC "
-            "19795-1)."
+            f"No FNIR: {identified.non_mated:,} probes are of nobody in the gallery; FPIR 0.1 needs 30 "
+            "(rule of 3, ISO/IEC 19795-1)."
         )

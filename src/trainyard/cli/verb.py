@@ -1,4 +1,4 @@
-"""What all commands share: a name, a one-line help text, and the folders of jobs and runs."""
+"""Arguments that all commands share: a name, a one-line help text, and the folders of jobs and runs."""
 
 import argparse
 import re
@@ -29,7 +29,7 @@ OTHER_WORDS = {  # what other tools call our commands
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, what comes nearest, and where the rest is; argparse prints the usage first."""
+    """Prints an error in one line, with the nearest valid value and where the rest is; argparse prints usage first."""
 
     def error(self, message: str) -> NoReturn:
         wrong = re.match(r"(argument .*: invalid choice: '(.*?)') \(choose from (.*)\)$", message)
@@ -76,7 +76,7 @@ def choose_families(args: argparse.Namespace) -> None:
 def add_trust_option(verb: argparse.ArgumentParser) -> None:
     """Add the flag for run folders that others own or can change: `runs.trust`."""
     verb.add_argument(
-        "--trust", action="store_true", help="use a folder that others own or can change: what it runs, runs as you"
+        "--trust", action="store_true", help="use a folder that others own or can change: its code runs as you"
     )
 
 

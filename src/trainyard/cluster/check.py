@@ -55,7 +55,7 @@ def check_cluster(cluster: Cluster) -> list[Finding]:
 
 
 def render_findings(findings: Sequence[Finding]) -> str:
-    """Render findings, one per line, and what to do next."""
+    """Render findings, one per line, and the next command."""
     lines = [f"{finding.level:<5}  {finding.what}: {finding.found} {finding.advice}".rstrip() for finding in findings]
     wrong, notes = (sum(finding.level == word for finding in findings) for word in ("wrong", "note"))
     if wrong:
@@ -87,7 +87,7 @@ def _check_python(cluster: Cluster) -> Iterator[Finding]:
         return  # the interpreter is in the container image
     python = shutil.which(cluster.python or sys.executable)
     if python is None:
-        yield Finding("wrong", "python", f"there is no {cluster.python} here.", "Name one that the nodes have, too.")
+        yield Finding("wrong", "python", f"there is no {cluster.python} here.", "Name one that the nodes also have.")
     elif any(Path(python).is_relative_to(folder) for folder in cluster.shared):
         yield Finding("ok", "python", f"{python} is below a shared folder.")
     else:
@@ -101,20 +101,20 @@ def _check_container(cluster: Cluster) -> Iterator[Finding]:
         yield Finding("note", "container.kind", "apptainer is not on PATH here.", advice)
     for image, spec in sorted({_find_image(cluster, spec): spec for spec in cluster.gpus.values()}.items()):
         if missing := explain_missing_image(cluster, spec):
-            what, found = missing.split(": ", 1)
-            yield Finding("wrong", what, found)
+            what, text = missing.split(": ", 1)
+            yield Finding("wrong", what, text)
         elif image.startswith("/") and Path(image).exists():
             yield Finding("ok", "container.image", f"{image} is here.")
         elif image.startswith("/"):
             yield Finding("note", "container.image", f"{image} is not here.", "The nodes need it at this path.")
         # else in a registry that perhaps only the nodes can reach; "": no container
     if missing := explain_missing_module(cluster):
-        what, found = missing.split(": ", 1)
-        yield Finding("wrong", what, found)
+        what, text = missing.split(": ", 1)
+        yield Finding("wrong", what, text)
 
 
 def explain_missing_image(cluster: Cluster, spec: GpuNodes) -> str:
-    """Say that the container image for a kind of nodes is not where they share a folder with this machine; "" else."""
+    """Return an error if the container image for a kind of nodes is not below a folder shared with them; "" else."""
     image = _find_image(cluster, spec)
     if Path(image).exists() or not any(Path(image).is_relative_to(folder) for folder in cluster.shared):
         return ""
@@ -124,7 +124,7 @@ def explain_missing_image(cluster: Cluster, spec: GpuNodes) -> str:
 
 
 def explain_missing_module(cluster: Cluster) -> str:
-    """Say which line of `setup` loads a module that is not there; "" if none does, or this machine has no `module`."""
+    """Name the line of `setup` that loads a missing module; "" if none does, or this machine has no `module`."""
     lines = [line for line in cluster.setup if re.match(r"(module|ml)\s|(source|\.)\s.*(module|lmod)", line)]
     if not lines:
         return ""
@@ -141,8 +141,8 @@ def explain_missing_module(cluster: Cluster) -> str:
         return ""  # a slow file system says nothing about the module
     if not (line := answer.stdout.strip()).startswith(("module", "ml")):
         return ""
-    said = cut(" ".join(answer.stderr.split()), 200)
-    return f"setup: '{line}' fails here: {said}. Correct it; if only the nodes have that module, append: || true"
+    error = cut(" ".join(answer.stderr.split()), 200)
+    return f"setup: '{line}' fails here: {error}. Correct it; if only the nodes have that module, append: || true"
 
 
 def _find_image(cluster: Cluster, spec: GpuNodes) -> str:
@@ -161,56 +161,56 @@ def _check_name(cluster: Cluster, actual: str) -> Iterator[Finding]:
     if cluster.slurm_name == actual:
         yield Finding("ok", "slurm_name", f"{actual}.")
     elif cluster.slurm_name:
-        found = f"the file is for '{cluster.slurm_name}', but the Slurm here is '{actual}'."
-        yield Finding("wrong", "slurm_name", found, "Check on the right cluster, or take its file.")
+        text = f"the file is for '{cluster.slurm_name}', but the Slurm here is '{actual}'."
+        yield Finding("wrong", "slurm_name", text, "Check on the right cluster, or take its file.")
     else:
         advice = f"Write slurm_name: {actual}: then this file is chosen automatically here."
-        yield Finding("note", "slurm_name", "the file does not say which Slurm it is for.", advice)
+        yield Finding("note", "slurm_name", "the file does not name its Slurm.", advice)
 
 
 def _check_gpus(what: str, spec: GpuNodes, partitions: dict[str, Partition]) -> Iterator[Finding]:
     partition = partitions.get(spec.partition)
     if partition is None:
-        found = f"there is no partition '{spec.partition}'.{suggest_nearest(spec.partition, partitions)}"
-        yield Finding("wrong", f"{what}.partition", found, f"There are: {', '.join(partitions)}.")
+        text = f"there is no partition '{spec.partition}'.{suggest_nearest(spec.partition, partitions)}"
+        yield Finding("wrong", f"{what}.partition", text, f"There are: {', '.join(partitions)}.")
         return
     if partition.state != "up":
-        found = f"partition {partition.name} is {partition.state}: jobs wait."
-        yield Finding("note", f"{what}.partition", found, "Ask the administrator.")
+        text = f"partition {partition.name} is {partition.state}: jobs wait."
+        yield Finding("note", f"{what}.partition", text, "Ask the administrator.")
     findings = [*_check_time_max(what, spec, partition), *_check_nodes(what, spec, partition)]
     yield from findings
     if all(finding.level != "wrong" for finding in findings):
         per_node = f"{spec.per_node} x {spec.gres or 'cpu'}"
-        found = f"partition {partition.name} has {spec.nodes} nodes with {per_node}, and cores and memory for them."
-        yield Finding("ok", what, found)
+        text = f"partition {partition.name} has {spec.nodes} nodes with {per_node}, and cores and memory for them."
+        yield Finding("ok", what, text)
 
 
 def _check_time_max(what: str, spec: GpuNodes, partition: Partition) -> Iterator[Finding]:
     limit = partition.time_limit_min
     if limit is not None and (not spec.time_max or parse_minutes(spec.time_max) > limit):
-        found = (
+        text = (
             f"{spec.time_max or 'unlimited'}, but partition {partition.name} ends jobs after {format_minutes(limit)}."
         )
-        yield Finding("wrong", f"{what}.time_max", found, f"Write time_max: {format_minutes(limit)}")
+        yield Finding("wrong", f"{what}.time_max", text, f"Write time_max: {format_minutes(limit)}")
 
 
 def _check_nodes(what: str, spec: GpuNodes, partition: Partition) -> Iterator[Finding]:
     with_gres = [kind for kind in partition.kinds if _count_gres(kind, spec.gres)]
     if not with_gres:
         types = sorted({name for kind in partition.kinds for name in kind.gres})
-        found = f"no node of partition {partition.name} has '{spec.gres}'.{suggest_nearest(spec.gres, types)}"
-        yield Finding("wrong", f"{what}.gres", found, f"There are: {', '.join(types) or 'none'}.")
+        text = f"no node of partition {partition.name} has '{spec.gres}'.{suggest_nearest(spec.gres, types)}"
+        yield Finding("wrong", f"{what}.gres", text, f"There are: {', '.join(types) or 'none'}.")
         return
     fitting = [kind for kind in with_gres if _satisfies(kind, spec.constraint)]
     if not fitting:
         features = sorted({name for kind in with_gres for name in kind.features})
-        found = f"no such node meets '{spec.constraint}'.{suggest_nearest(spec.constraint, features)}"
-        yield Finding("wrong", f"{what}.constraint", found, f"Their features: {', '.join(features) or 'none'}.")
+        text = f"no such node meets '{spec.constraint}'.{suggest_nearest(spec.constraint, features)}"
+        yield Finding("wrong", f"{what}.constraint", text, f"Their features: {', '.join(features) or 'none'}.")
         return
     most = max(_count_gres(kind, spec.gres) for kind in fitting)
     if spec.gres and most < spec.per_node:
-        found = f"{spec.per_node}, but the nodes have at most {most} x {spec.gres}."
-        yield Finding("wrong", f"{what}.per_node", found, f"Write per_node: {most}")
+        text = f"{spec.per_node}, but the nodes have at most {most} x {spec.gres}."
+        yield Finding("wrong", f"{what}.per_node", text, f"Write per_node: {most}")
         return
     yield from _check_size(
         what, spec, [k for k in fitting if not spec.gres or _count_gres(k, spec.gres) >= spec.per_node]
@@ -221,8 +221,8 @@ def _check_size(what: str, spec: GpuNodes, kinds: Sequence[NodeKind]) -> Iterato
     nodes, unavailable = sum(kind.nodes for kind in kinds), sum(kind.unavailable for kind in kinds)
     cpus, memory_gib = min(kind.cpus for kind in kinds), min(kind.memory_mib for kind in kinds) // 1024
     if spec.nodes > nodes:
-        found = f"{spec.nodes}, but there are {nodes} such nodes."
-        yield Finding("wrong", f"{what}.nodes", found, f"Write nodes: {nodes}")
+        text = f"{spec.nodes}, but there are {nodes} such nodes."
+        yield Finding("wrong", f"{what}.nodes", text, f"Write nodes: {nodes}")
     for key, each, has, unit in (
         ("cores_per_gpu", spec.cores_per_gpu, cpus, "cores of a node"),
         ("memory_gib_per_gpu", spec.memory_gib_per_gpu, memory_gib, "GiB that Slurm may allocate on a node"),
@@ -230,8 +230,8 @@ def _check_size(what: str, spec: GpuNodes, kinds: Sequence[NodeKind]) -> Iterato
         if spec.per_node * each > has:
             most = has // spec.per_node
             advice = f"Write {key}: {most}" if most else "Lower per_node, or check whether Slurm's number is right."
-            found = f"{each} x {spec.per_node} is more than the {has} {unit}."
-            yield Finding("wrong", f"{what}.{key}", found, advice)
+            text = f"{each} x {spec.per_node} is more than the {has} {unit}."
+            yield Finding("wrong", f"{what}.{key}", text, advice)
     if unavailable:
         yield Finding("note", what, f"{unavailable} of {nodes} nodes are down or drained now.")
 
@@ -244,7 +244,7 @@ def _count_gres(kind: NodeKind, gres: str) -> int:
 
 
 def _satisfies(kind: NodeKind, constraint: str) -> bool:
-    """Tell whether a node has the features of a constraint like "a100", "a100&ib" or "a100|h100"."""
+    """Return whether a node has the features of a constraint like "a100", "a100&ib" or "a100|h100"."""
     alternatives = (re.findall(r"[\w.:-]+", part) for part in constraint.split("|"))
     return any(set(features) <= set(kind.features) for features in alternatives)
 
@@ -267,17 +267,17 @@ def _check_times(cluster: Cluster) -> Iterator[Finding]:
     default, delay = parse_minutes(cluster.time_default), cluster.signal_delay_s
     short = [hw for hw, spec in cluster.gpus.items() if spec.time_max and parse_minutes(spec.time_max) < default]
     if short:
-        found = f"{cluster.time_default} is more than time_max of {', '.join(short)}."
-        yield Finding("note", "time_default", found, "Jobs there get time_max.")
+        text = f"{cluster.time_default} is more than time_max of {', '.join(short)}."
+        yield Finding("note", "time_default", text, "Jobs there get time_max.")
     least = min([default, *(parse_minutes(spec.time_max) for spec in cluster.gpus.values() if spec.time_max)])
     if delay > least * 60 // 4:
-        found = f"{delay} s is more than a quarter of {format_minutes(least)}, the usual time of a job."
-        yield Finding("note", "signal_delay_s", found, "Such a job is warned when a quarter of its time is left.")
+        text = f"{delay} s is more than a quarter of {format_minutes(least)}, the usual time of a job."
+        yield Finding("note", "signal_delay_s", text, "Such a job is warned when a quarter of its time is left.")
     elif delay < 60:
-        found = (
+        text = (
             f"{delay} s, but Slurm may warn up to 60 s earlier than requested: a delay below 60 s guarantees no time."
         )
-        yield Finding("note", "signal_delay_s", found)
+        yield Finding("note", "signal_delay_s", text)
 
 
 def _check_signals(cluster: Cluster, settings: dict[str, str]) -> Iterator[Finding]:
@@ -306,16 +306,16 @@ def _check_preemption(
 
 def _describe_preemption(where: str, mode: str, left_s: int, is_warned: bool) -> Finding:
     if "CANCEL" in mode:
-        found = f"{where}: a preempted job is cancelled, not requeued."
-        return Finding("note", "PreemptMode", found, "Resume it: trainyard resume RUN")
+        text = f"{where}: a preempted job is cancelled, not requeued."
+        return Finding("note", "PreemptMode", text, "Resume it: trainyard resume RUN")
     if "REQUEUE" not in mode:
         return Finding("ok", "PreemptMode", f"{where}: {mode}: no job is ended by preemption.")
     signal = "a warning (SIGUSR2) and " if is_warned else "SIGTERM and "
-    found = f"{where}: a preempted job has {left_s} s between {signal}its end."
+    text = f"{where}: a preempted job has {left_s} s between {signal}its end."
     if left_s >= 60:
-        return Finding("ok", "PreemptMode", found)
-    advice = "What it cannot save by then is trained again: save often, or ask the administrator for a GraceTime."
-    return Finding("note", "PreemptMode", found, advice)
+        return Finding("ok", "PreemptMode", text)
+    advice = "Steps since the last save are trained again: save often, or ask the administrator for a GraceTime."
+    return Finding("note", "PreemptMode", text, advice)
 
 
 def _check_restarts(settings: dict[str, str]) -> Iterator[Finding]:
@@ -323,8 +323,8 @@ def _check_restarts(settings: dict[str, str]) -> Iterator[Finding]:
         yield Finding("note", "JobRequeue", "off by default here.", "Each of our jobs requests it (sbatch --requeue).")
     expire = re.search(r"cred_expire=(\d+)", settings["AuthInfo"])
     wait_s = int(expire[1]) if expire else 120
-    found = f"a job that is started again waits {wait_s + 1} s first (cred_expire in AuthInfo)."
-    yield Finding("note" if wait_s > 60 else "ok", "AuthInfo", found)
+    text = f"a job that is started again waits {wait_s + 1} s first (cred_expire in AuthInfo)."
+    yield Finding("note" if wait_s > 60 else "ok", "AuthInfo", text)
     most = int(settings["MaxArraySize"]) - 1
     if most < 1:
         yield Finding("wrong", "MaxArraySize", "0: this Slurm takes no arrays, so no sweeps.", "Ask the administrator.")
@@ -334,8 +334,8 @@ def _check_restarts(settings: dict[str, str]) -> Iterator[Finding]:
 
 def _check_accounting(cluster: Cluster, settings: dict[str, str]) -> Iterator[Finding]:
     if not settings["AccountingStorageType"].endswith("slurmdbd"):
-        found = f"off: Slurm forgets a job {settings['MinJobAge']} after its end, and takes any account and QOS."
-        yield Finding("note", "AccountingStorageType", found, "status and why also read the run folder.")
+        text = f"off: Slurm forgets a job {settings['MinJobAge']} after its end, and takes any account and QOS."
+        yield Finding("note", "AccountingStorageType", text, "status and why also read the run folder.")
         return
     user = pwd.getpwuid(os.getuid()).pw_name
     try:
@@ -353,18 +353,18 @@ def _check_accounting(cluster: Cluster, settings: dict[str, str]) -> Iterator[Fi
     ]:
         qos = {name for each, names in allowed.items() if account in ("", each) for name in names}
         if account and account not in allowed:
-            found = f"user {user} may not charge '{account}'.{suggest_nearest(account, allowed)}"
-            yield Finding(level, f"{where}account", found, f"Allowed: {accounts}.")
+            text = f"user {user} may not charge '{account}'.{suggest_nearest(account, allowed)}"
+            yield Finding(level, f"{where}account", text, f"Allowed: {accounts}.")
         elif not allowed:
             yield Finding(level, f"{where}account", f"user {user} has no account.", "Ask the administrator.")
         else:
             yield Finding("ok", f"{where}account", f"user {user} may charge {account or accounts}.")
         if wanted and wanted not in rules.qos:
-            found = f"there is no QOS '{wanted}'.{suggest_nearest(wanted, rules.qos)}"
-            yield Finding("wrong", f"{where}qos", found, f"There are: {', '.join(rules.qos)}.")
+            text = f"there is no QOS '{wanted}'.{suggest_nearest(wanted, rules.qos)}"
+            yield Finding("wrong", f"{where}qos", text, f"There are: {', '.join(rules.qos)}.")
         elif wanted and wanted not in qos:
-            found = f"user {user} may not use QOS '{wanted}'.{suggest_nearest(wanted, sorted(qos))}"
-            yield Finding(level, f"{where}qos", found, f"Allowed: {', '.join(sorted(qos)) or 'none'}.")
+            text = f"user {user} may not use QOS '{wanted}'.{suggest_nearest(wanted, sorted(qos))}"
+            yield Finding(level, f"{where}qos", text, f"Allowed: {', '.join(sorted(qos)) or 'none'}.")
     for hw, spec in cluster.gpus.items():
         limits = rules.find_limits(
             account=spec.account or cluster.account, qos=spec.qos or cluster.qos, partition=spec.partition
@@ -373,13 +373,13 @@ def _check_accounting(cluster: Cluster, settings: dict[str, str]) -> Iterator[Fi
 
 
 def _check_limits(what: str, spec: GpuNodes, limits: Sequence[Limit], default_min: int) -> Iterator[Finding]:
-    """Check what is requested by default, and say how many GPUs and jobs are allowed."""
+    """Compare the default request with the limits, and list the allowed numbers of GPUs and jobs."""
     time_min = min(default_min, parse_minutes(spec.time_max)) if spec.time_max else default_min
     demand = count_demand(spec, gpus=spec.per_node * spec.nodes, nodes=spec.nodes, time_min=time_min)
     for limit in limits:
         if limit.name.startswith("MaxSubmit") and limit.most < 2:
-            found = f"{limit} of your jobs in the queue, but one submit may need two: one packs the data, one trains."
-            yield Finding("note", what, found, "Pack first: trainyard pack JOB RAW OUT")
+            text = f"{limit} of your jobs in the queue, but one submit may need two: one packs the data, one trains."
+            yield Finding("note", what, text, "Pack first: trainyard pack JOB RAW OUT")
         elif find_exceeded([limit], demand):
             wait = describe_exceeded(limit, demand)
             if limit.name == "MaxWall":

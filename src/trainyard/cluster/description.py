@@ -70,7 +70,7 @@ class Container:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempts:
-    """How often a job is started again, by the cause of its end."""
+    """Budgets of restarts, by the cause of an attempt's end."""
 
     preempted: int = 1000
     time_limit: int = 100
@@ -113,7 +113,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class UserFile:
-    """What a user states for all clusters: trainyard.yaml in the user's configuration folder."""
+    """A user's settings for all clusters: trainyard.yaml in the user's configuration folder."""
 
     data: dict[str, str] = field(default_factory=dict)  # as in a cluster file
 
@@ -194,8 +194,8 @@ def parse_minutes(text: str) -> int:
     ours = re.fullmatch(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?", text)
     with_days = re.fullmatch(r"(\d{1,9})-(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text)
     without = re.fullmatch(r"()(?:(\d{1,9}):(?=\d+:))?(\d{1,9})(?::(\d{1,9}))?", text)
-    found = ours or with_days or without
-    days, hours, minutes, seconds = (int(part or 0) for part in (*found.groups(), 0)[:4]) if found else (0, 0, 0, 0)
+    match = ours or with_days or without
+    days, hours, minutes, seconds = (int(part or 0) for part in (*match.groups(), 0)[:4]) if match else (0, 0, 0, 0)
     total = days * 1440 + hours * 60 + minutes + -(-seconds // 60)
     if not total:
         raise UserError(
@@ -332,7 +332,7 @@ def _make_error(node: yaml.Node, key: str, words: str) -> ClusterError:
     return ClusterError(f"{where}: {key}: {words}" if key else f"{where}: {words}")
 
 
-# Checks of values: each returns what is wrong as a sentence, or ""
+# Checks of values: each returns an error as a sentence, or ""
 
 
 def _check_card(card: str) -> str:
@@ -452,8 +452,8 @@ def _check_shell(lines: list[str]) -> str:
         text=True,
         env=select_for_slurm(os.environ),
     )
-    said = answer.stderr.strip().replace("\n", " ")
-    return f"expected lines that bash can read, but it says: {said}" if answer.returncode else ""
+    error = answer.stderr.strip().replace("\n", " ")
+    return f"expected lines that bash can read, but it says: {error}" if answer.returncode else ""
 
 
 _CHECKS: dict[str, Callable[[Any], str]] = {

@@ -1,6 +1,6 @@
-"""Says why a job cannot start as it is requested: a limit that it exceeds by itself, or a reservation before its end.
+"""Explains why a job cannot start as requested: a limit that it exceeds by itself, or a reservation before its end.
 
-And what to type instead. `submit` asks before, `why` afterwards.
+Suggests options that fit. `submit` calls this before, `why` afterwards.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from trainyard.text import format_duration
 
 @dataclass(frozen=True)
 class Demand:
-    """What a job requests."""
+    """The resources that a job requests."""
 
     time_min: int
     nodes: int
@@ -25,9 +25,9 @@ class Demand:
 
 @dataclass(frozen=True)
 class Wait:
-    """Why a pending job waits."""
+    """The reason why a pending job waits."""
 
-    text: str = ""  # "": nothing besides what its state says
+    text: str = ""  # "": the state says it all
     options: str = ""  # with which it could start; "": none are known
 
 
@@ -35,7 +35,7 @@ NO_WAIT = Wait()
 
 
 def count_demand(kind: GpuNodes, *, gpus: int, nodes: int, time_min: int) -> Demand:
-    """Return what a job requests on nodes of a kind, as Slurm counts it."""
+    """Return a job's request on nodes of a kind, as Slurm counts it."""
     gres = {"gres/gpu": gpus, f"gres/{kind.gres}": gpus} if kind.gres else {}
     return Demand(time_min, nodes, gpus, {"cpu": gpus * kind.cores_per_gpu, "node": nodes, **gres})
 
@@ -48,7 +48,7 @@ def find_exceeded(limits: Iterable[Limit], demand: Demand) -> Limit | None:
 
 
 def describe_exceeded(limit: Limit, demand: Demand) -> Wait:
-    """Say what a job requests more than allowed, and with which options it fits."""
+    """Return the part of a job's request that exceeds a limit, and options with which it fits."""
     if not limit.resource:
         options = f"--time {format_minutes(limit.most)}" if limit.most else ""
         return Wait(f"{limit}, but the job requests {format_minutes(demand.time_min)}", options)
@@ -101,7 +101,7 @@ def _explain_reservation(time_min: int, partition: str, own: str, now: float) ->
 
 
 def _is_meant(limit: Limit, reason: str) -> bool:
-    """Tell whether a limit is the one of Slurm's reason: QOSMaxGRESPerUser, AssocGrpCpuLimit, QOSMaxWallDuration..."""
+    """Return whether Slurm's reason means this limit: QOSMaxGRESPerUser, AssocGrpCpuLimit, QOSMaxWallDuration..."""
     names = {"gres/gpu": "GRES", "cpu": "Cpu", "node": "Node"}
     word = names.get(limit.resource.split(":")[0], limit.name[3:7])
     scope = limit.name.removeprefix("MaxTRES") if limit.name.startswith("MaxTRES") else limit.name[:3]

@@ -19,14 +19,14 @@ OPTIONS = {
     "mem": "host memory per node, such as 64G; none: whatever Slurm gives",
     "comment": "a note that Slurm keeps with the job",
 }
-"""What each option means, by its name on the command line and for sbatch."""
+"""Meaning of each option, by its name on the command line and for sbatch."""
 
 _OF_ANY_NODES = ("account", "comment")
-"""Options that make sense on other GPUs, too."""
+"""Options that also make sense on other GPUs."""
 
 
 def read_options(stated: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the options that were stated; an empty one means: what the cluster file says.
+    """Return the options that were stated; an empty one means the cluster file's.
 
     Raises:
         UserError: a value that sbatch could not take, or that would end its line of the batch script.
@@ -39,7 +39,7 @@ def read_options(stated: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def find_problem(name: str, value: str) -> str:
-    """Return what is wrong with the value of an option as a sentence, or ""."""
+    """Return an error about the value of an option as a sentence, or ""."""
     if not value.isprintable():
         return "expected one line of text, found a line break or another control character."
     if "\\" in value:

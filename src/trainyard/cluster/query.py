@@ -21,12 +21,12 @@ _DATABASE_TIMEOUT_S = 5.0  # if the database is down, sacct waits for minutes, w
 
 
 class SlurmError(UserError):
-    """Slurm did not do what was requested. One line, with its message."""
+    """A failed request to Slurm. One line, with Slurm's message."""
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What Slurm reports about one job, or about one element of an array."""
+    """A job, or an element of an array, as Slurm reports it."""
 
     id: str  # "12", or "12_3" for an element
     state: str  # as Slurm names it: PENDING, RUNNING, COMPLETED, NODE_FAIL, ...
@@ -39,7 +39,7 @@ class SlurmJob:
 
 @dataclass(frozen=True)
 class JobUsage:
-    """What a job requested, and what Slurm counted that it used: of its newest start alone."""
+    """Resources that a job requested, and its usage as Slurm counted it: of its newest start alone."""
 
     id: str
     elapsed_s: int
@@ -90,7 +90,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Rules:
-    """What accounting says about a user's accounts and about every QOS: rows by the names of their columns."""
+    """Limits from accounting, of a user's accounts and of every QOS: rows by the names of their columns."""
 
     are_enforced: bool
     own: list[dict[str, str]]  # the user in each account
@@ -116,11 +116,11 @@ class Rules:
         of_job, of_partition = (self.qos.get(each, {}) for each in (name, self.qos_of_partition.get(partition, "")))
         first = [of_job, of_partition] if "OverPartQOS" in of_job.get("Flags", "") else [of_partition, of_job]
         shared = [row for row in self.shared if own and row["Account"] == own[0]["Account"]]
-        found: dict[tuple[str, str], Limit] = {}
+        limits: dict[tuple[str, str], Limit] = {}
         for row in (*first, *own[:1], *shared):
             for limit in _parse_limits(row):
-                found.setdefault((limit.name.replace("JobsPerUser", "Jobs"), limit.resource), limit)
-        return list(found.values())
+                limits.setdefault((limit.name.replace("JobsPerUser", "Jobs"), limit.resource), limit)
+        return list(limits.values())
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Reservation:
 
 
 def explain_absence() -> str | None:
-    """Return None if Slurm answers here, else one sentence that says why not. Takes milliseconds if Slurm answers."""
+    """Return None if Slurm answers here, else one sentence with the reason. Takes milliseconds if Slurm answers."""
     if shutil.which("sbatch") is None:
         return "There is no Slurm here: sbatch is not on PATH."
     try:
@@ -168,17 +168,17 @@ def query_jobs(ids: Iterable[str]) -> tuple[dict[str, SlurmJob], str]:
         SlurmError: squeue does not answer.
     """
     wanted = set(ids)
-    found = {job.id: job for job in _query_squeue(wanted) if job.id in wanted} if wanted else {}
-    forgotten = wanted - found.keys()
-    asked = forgotten | {id for id, job in found.items() if job.state == "CANCELLED"}
+    jobs = {job.id: job for job in _query_squeue(wanted) if job.id in wanted} if wanted else {}
+    forgotten = wanted - jobs.keys()
+    asked = forgotten | {id for id, job in jobs.items() if job.state == "CANCELLED"}
     if not asked:
-        return found, ""
+        return jobs, ""
     try:
         remembered = {job.id: job for job in _query_sacct(asked)}
     except SlurmError as error:
-        return found, str(error) if forgotten else ""
-    by = {id: replace(job, cancelled_by=remembered[id].cancelled_by) for id, job in found.items() if id in remembered}
-    return {**found, **by, **{id: job for id, job in remembered.items() if id in forgotten}}, ""
+        return jobs, str(error) if forgotten else ""
+    by = {id: replace(job, cancelled_by=remembered[id].cancelled_by) for id, job in jobs.items() if id in remembered}
+    return {**jobs, **by, **{id: job for id, job in remembered.items() if id in forgotten}}, ""
 
 
 def cancel(ids: Sequence[str]) -> None:
@@ -252,10 +252,10 @@ def query_accounts(user: str) -> dict[str, set[str]]:
         SlurmError: there is no accounting, or its database does not answer.
     """
     where = ["show", "associations", "where", f"user={user}", "format=Account,QOS"]
-    found: dict[str, set[str]] = {}
+    qos_by_account: dict[str, set[str]] = {}
     for account, qos in _query_table(["sacctmgr", "--parsable2", *where], columns=2, timeout_s=_DATABASE_TIMEOUT_S):
-        found.setdefault(account, set()).update(qos.split(",") if qos else ())
-    return found
+        qos_by_account.setdefault(account, set()).update(qos.split(",") if qos else ())
+    return qos_by_account
 
 
 def query_rules(user: str) -> Rules:
@@ -266,7 +266,7 @@ def query_rules(user: str) -> Rules:
     """
     own = _query_rules(["user", user, "withassoc"], ("DefaultAccount", "Partition", "QOS", "DefaultQOS", *_OF_ACCOUNT))
     names = ",".join(sorted({row["Account"] for row in own}))
-    # What an account's users may have together is not shown with each of them.
+    # Limits that an account's users share are not shown with each of them.
     shared = _query_rules(["associations", "where", f"account={names}", "user="], _OF_ACCOUNT) if own else []
     qos = {row["Name"]: row for row in _query_rules(["qos"], ("Name", "Flags", *_OF_QOS))}
     partitions = {name: words.get("QoS", "N/A") for name, words in _query_partition_words().items()}
@@ -275,7 +275,7 @@ def query_rules(user: str) -> Rules:
 
 
 def query_job_words(id: str) -> dict[str, str]:
-    """Return what a job requests, and why it waits, as `scontrol show job` names it.
+    """Return a job's request, and its reason to wait, as `scontrol show job` names them.
 
     Raises:
         SlurmError: Slurm does not know the job, or does not answer.
@@ -293,12 +293,12 @@ def query_reservations(partition: str) -> list[Reservation]:
         _split_words(line) for line in _run_checked(["scontrol", "--oneliner", "show", "reservation"]).splitlines()
     ]
     nodes = set(_list_hosts(_query_partition_words().get(partition, {}).get("Nodes", "")))
-    found = [
+    reservations = [
         Reservation(words["ReservationName"], *(_parse_local_time(words[name]) for name in ("StartTime", "EndTime")))
         for words in lines
         if "ReservationName" in words and nodes & set(_list_hosts(words["Nodes"]))
     ]
-    return sorted(found, key=lambda each: each.start)
+    return sorted(reservations, key=lambda each: each.start)
 
 
 def count_queued(user: str, limit: Limit) -> int:
@@ -350,12 +350,12 @@ def query_usage(ids: Iterable[str]) -> dict[str, JobUsage]:
     steps: dict[str, list[list[str]]] = {}
     for id, *cells in _query_table(command, columns=6, timeout_s=_DATABASE_TIMEOUT_S):
         steps.setdefault(id.partition(".")[0], []).append(cells)
-    found = {}
+    usage = {}
     for id, ((elapsed, cores, busy, requested, _), *parts) in steps.items():
         held = [size for *_, text in parts if (size := _parse_gib(text))]
         largest = max(held, default=None)
-        found[id] = JobUsage(id, int(elapsed), int(cores), _parse_cpu_s(busy), _parse_gib(requested), largest)
-    return found
+        usage[id] = JobUsage(id, int(elapsed), int(cores), _parse_cpu_s(busy), _parse_gib(requested), largest)
+    return usage
 
 
 def _parse_cpu_s(text: str) -> float:
@@ -423,11 +423,11 @@ def _parse_local_time(text: str) -> float:
 
 def _query_preemption() -> dict[str, tuple[str, int]]:
     """Return PreemptMode and GraceTime by partition; sinfo does not print them."""
-    found = {}
+    modes = {}
     for name, words in _query_partition_words().items():
         if {"PreemptMode", "GraceTime"} <= words.keys():
-            found[name] = (words["PreemptMode"], int(words["GraceTime"]))
-    return found
+            modes[name] = (words["PreemptMode"], int(words["GraceTime"]))
+    return modes
 
 
 def _parse_node_kind(counts: str, cpus: str, memory: str, features: str, gres: str) -> NodeKind:
@@ -458,7 +458,7 @@ def _query_table(command: Sequence[str], *, columns: int, timeout_s: float = _TI
     fewer columns are a site's own, such as a welcome.
 
     Raises:
-        SlurmError: the command failed, or there is no table in what it printed.
+        SlurmError: the command failed, or its output contains no table.
     """
     lines = _run_checked(command, timeout_s=timeout_s).splitlines()
     table = [

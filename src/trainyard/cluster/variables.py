@@ -1,6 +1,6 @@
-"""Which environment variables reach Slurm's commands and a run's ranks: those that are listed here, and no other.
+"""Selects the environment variables that reach Slurm's commands and a run's ranks: those listed here, and no other.
 
-What else a shell holds belongs to that shell. RANK would make each rank another one, SQUEUE_STATES would make Slurm
+All others belong to the shell. RANK would make each rank another one, SQUEUE_STATES would make Slurm
 forget jobs, PYTHONPATH or LD_PRELOAD would bring other code along.
 """
 
@@ -31,7 +31,7 @@ _MAY_BE_SECRET = ("SLURM_JWT", "*_proxy", "*_PROXY")
 
 
 def select_for_slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which Slurm is asked: none that filters its answer or says how it is written."""
+    """Return the variables for Slurm's commands: none that filters or formats their output."""
     return _select(environ, _ASKING)
 
 

@@ -1,6 +1,6 @@
-"""Composes a preset and overrides into one typed configuration, with Hydra; saves and loads that of a run.
+"""Composes a preset and overrides into one typed configuration, with Hydra; saves and loads a run's.
 
-Says in one sentence what is wrong with a preset or an override. Loads no torch, h5py or DALI.
+Reports an error in a preset or an override in one sentence. Loads no torch, h5py or DALI.
 """
 
 import re
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 SCHEMA = "schema"
-"""What presets call the options of their family."""
+"""Name of a family's options in the defaults of its presets."""
 
 _SET_BY_PRESET = ("job", "family")
 
@@ -231,7 +231,7 @@ def resolve(tree: DictConfig, where: str) -> TrainConfig:
 
 
 def register_options(config_type: type[TrainConfig]) -> None:
-    """Tell Hydra the options of a family, which its base preset calls `schema`."""
+    """Register the options of a family with Hydra; its base preset names them `schema`."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name=SCHEMA, node=config_type)
@@ -245,7 +245,7 @@ def _describe_yaml_error(path: Path, error: YAMLError) -> str:
 
 
 def _describe_preset_error(preset: Path, error: Exception, schema: DictConfig) -> str:
-    """Say which preset in the chain of defaults failed to compose, and why."""
+    """Name the preset in the chain of defaults that failed to compose, and the reason."""
     from hydra.errors import MissingConfigException
 
     where = re.match(r"In '([^']+)': ", str(error))  # Hydra 1.3 names the preset only in this prefix
@@ -297,7 +297,7 @@ def _set(tree: DictConfig, name: str, text: str, declared: "_Declaration") -> No
 
 @dataclass(frozen=True)
 class _Declaration:
-    """What an option accepts."""
+    """Type and metadata of an option."""
 
     hint: Any  # its type
     metadata: Mapping[str, Any]
@@ -351,7 +351,7 @@ _LIST_OF_TEXTS = re.compile(rf"\[\s*({_LISTED_TEXT.pattern}(,{_LISTED_TEXT.patte
 
 
 def _read_listed_text(text: str) -> str:
-    """Return what one text of a list means: Hydra's reading of quotes and of a backslash, all else verbatim."""
+    """Parse one text of a list: quotes and backslashes as Hydra reads them, all else verbatim."""
     if text[0] in "'\"":
         return str(_parse_with_hydra("text", text).value())
     return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text)

@@ -25,12 +25,12 @@ _INSTALLED = _PACKAGE / "jobs"
 _PARTS = {
     "config": ("Config", "a dataclass 'class Config(TrainConfig)' with every option of the family"),
     "pack": ("samples", "a function 'samples(raw, config)' that yields the samples of a raw folder"),
-    "commands": ("add", "a function 'add(verbs)' that adds commands of its own"),
+    "commands": ("add", "a function 'add(verbs)' that adds commands"),
     "module": ("build", "a function 'build(config, data)' that returns a TrainModule"),
 }
 
 _aliases: dict[str, Path] = {}
-"""Folders that were imported under a name of their own, by that name."""
+"""Name -> folder that was imported under it instead of the folder's own name."""
 
 
 def find_own_families() -> Path:
@@ -60,15 +60,15 @@ def find_jobs(jobs_dir: Path) -> dict[str, Path]:
     """
     if not jobs_dir.is_dir():
         raise UserError(f"{jobs_dir}: no such folder of jobs. Name one: --jobs DIR.")
-    found: dict[str, Path] = {}
+    presets: dict[str, Path] = {}
     for path in sorted(jobs_dir.glob("[!._]*/*.yaml"), key=lambda p: p.stem):
-        if path.stem in found:
+        if path.stem in presets:
             raise UserError(
-                f"Two presets are named '{path.stem}': {found[path.stem]} and {path}. Preset names must be unique "
+                f"Two presets are named '{path.stem}': {presets[path.stem]} and {path}. Preset names must be unique "
                 "across families; rename one of the files."
             )
-        found[path.stem] = path
-    return found
+        presets[path.stem] = path
+    return presets
 
 
 def find_all_jobs() -> dict[str, Path]:
@@ -77,10 +77,10 @@ def find_all_jobs() -> dict[str, Path]:
     Raises:
         UserError: as for `find_jobs`.
     """
-    found: dict[str, Path] = {}
+    presets: dict[str, Path] = {}
     for root in reversed(list_roots()):
-        found |= find_jobs(root)
-    return found
+        presets |= find_jobs(root)
+    return presets
 
 
 class Root(NamedTuple):
@@ -124,7 +124,7 @@ def load_family(jobs_dir: Path, family: str, part: str) -> ModuleType:
         part: "config", "pack", "commands" or "module". Only "module" may load torch.
 
     Raises:
-        UserError: the file is missing or does not define what this part must define, or Python cannot name `jobs_dir`,
+        UserError: the file is missing or lacks the name that this part must define, or Python cannot name `jobs_dir`,
             or the family imports its own modules by a name that another folder has, or a file is not Python.
     """
     file = jobs_dir / family / f"{part}.py"
@@ -159,25 +159,25 @@ def locate_code(function: Any) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}: {name}" if code else name
 
 
-def require_mapping(function: Any, found: Any, expected: str, *, key: str = "") -> Mapping[str, Any]:
-    """Return what a function of a family returned.
+def require_mapping(function: Any, returned: Any, expected: str, *, key: str = "") -> Mapping[str, Any]:
+    """Check the value that a function of a family returned, and return it.
 
     Args:
         expected: the rest of a sentence.
-        key: what has to be among the names.
+        key: a name that must be in it.
 
     Raises:
         UserError: it is no mapping, or has no `key`.
     """
-    if not isinstance(found, Mapping) or (key and key not in found):
-        named = isinstance(found, Mapping)
-        said = (join_names(list(map(str, found))) or "no names") if named else describe_value(found)
-        raise ContractError(f"{locate_code(function)} returned {said}; expected {expected}.")
-    return found
+    if not isinstance(returned, Mapping) or (key and key not in returned):
+        named = isinstance(returned, Mapping)
+        value = (join_names(list(map(str, returned))) or "no names") if named else describe_value(returned)
+        raise ContractError(f"{locate_code(function)} returned {value}; expected {expected}.")
+    return returned
 
 
 def describe_value(value: Any) -> str:
-    """Say what kind of value somebody's code returned: 'a tensor (4, 3) of float32'."""
+    """Describe a value that other code returned: 'a tensor (4, 3) of float32'."""
     if value is None:
         return "nothing (is a `return` forgotten?)"
     kind = {"Tensor": "a tensor", "Parameter": "a tensor", "ndarray": "an array"}.get(
@@ -194,7 +194,7 @@ def refuse_own_randomness(where: str, instead: str) -> Iterator[None]:
 
     Args:
         where: the beginning of the sentence.
-        instead: what to use.
+        instead: the function to use.
 
     Raises:
         UserError: it does.
@@ -214,7 +214,7 @@ def import_root(root: Path) -> str:
 
     That is the folder's name, and the folder's parent becomes the first entry of `sys.path`, so that objects of a
     family pickle under a name that another process can import. If another package has the name already, the folder gets
-    one of its own, made from its path; another process knows that name after `import_aliases`.
+    another one, made from its path; another process knows that name after `import_aliases`.
 
     Raises:
         UserError: Python cannot name the folder.
@@ -236,12 +236,12 @@ def import_root(root: Path) -> str:
 
 
 def get_aliases() -> Mapping[str, Path]:
-    """Return the folders that have a name of their own here, for `import_aliases` in another process."""
+    """Return the folders that were imported under another name, for `import_aliases` in another process."""
     return dict(_aliases)
 
 
 def import_aliases(aliases: Mapping[str, Path]) -> None:
-    """Import folders under the names that another process gave them, so that what it pickled can be read."""
+    """Import folders under the names that another process gave them, so that its pickles can be read."""
     for name, home in aliases.items():
         _import_as(name, home)
 

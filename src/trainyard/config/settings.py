@@ -25,7 +25,7 @@ def option(
 
     Args:
         default: the value unless a preset or the command line sets another; a callable is a default factory.
-        doc: one line about what it does, with its unit.
+        doc: one line about its effect, with its unit.
         choices: the allowed words; of a list, of each of its entries.
         low, high: the allowed closed range, also of each number in a list. Without `high`, any finite number
             is allowed, and a whole one up to `MOST_INT`. A duration is above 0, unless `low` is 0.
@@ -136,7 +136,7 @@ KEEP, JPEG = "keep", "jpeg"
 
 @dataclass
 class StoreSettings:
-    """How packing stores images; for families to derive their `packing` from."""
+    """Options of storing images; families derive their `packing` from it."""
 
     store: str = option(
         KEEP,
@@ -249,7 +249,7 @@ class CheckpointSettings:
 
 @dataclass
 class NeedsSettings:
-    """What a preset needs of each GPU. Planning refuses a type with less; 0 and "" state nothing."""
+    """Requirements of a preset on each GPU. Planning refuses a type with less; 0 and "" state nothing."""
 
     memory_gib: float = option(0.0, "memory of a GPU; 0: that of `card`, if it names one", low=0)
     micro_batch_size: int = option(0, "samples of a micro-batch that this memory is stated for; 0: of any", low=0)
@@ -258,7 +258,7 @@ class NeedsSettings:
 
 @dataclass
 class ReportSettings:
-    """What a run's report shows. A family whose samples others may see sets the default of `samples` to on."""
+    """Options of a run's report. A family whose samples others may see sets the default of `samples` to on."""
 
     samples: str = option(
         "off",
@@ -275,7 +275,7 @@ class ReportSettings:
 
 @dataclass
 class TrackingSettings:
-    """How trackers file a run."""
+    """Options of trackers."""
 
     project: str = option("", "project in W&B, experiment in MLflow; empty: the job")
     tags: list[str] = option(list, "tags in W&B and MLflow, such as [night,baseline]")
@@ -327,7 +327,7 @@ class TrainConfig:
         list, "load only the tensors of these names or patterns, such as [network.backbone.*]; empty: all must match"
     )
     expects_weights: str = option(
-        "", "what the learning rates are for: a run that starts from random weights instead gets a warning"
+        "", "kind of weights that the learning rates suit: a run that starts from random ones gets a warning"
     )
     max_duration: str = option("10ep", "when training is complete", duration=True)
     max_runtime: str = option(
@@ -368,7 +368,7 @@ class TrainConfig:
     )
     eval_every: str = option("1ep", "evaluation interval", mutable_on_resume=True, duration=True)
     eval_on_start: bool = option(
-        False, "score the validation and the test sets before the first step, too: a baseline of what training adds"
+        False, "score the validation and the test sets also before the first step: a baseline for training"
     )
     score_baselines: bool = option(
         True,
@@ -396,7 +396,7 @@ class TrainConfig:
         low=0,
         mutable_on_resume=True,
     )
-    needs: NeedsSettings = option(NeedsSettings, "what it needs of a GPU", mutable_on_resume=True)
+    needs: NeedsSettings = option(NeedsSettings, "requirements on a GPU", mutable_on_resume=True)
     checkpoint: CheckpointSettings = option(CheckpointSettings, "checkpoints", mutable_on_resume=True)
     trackers: list[str] = option(
         lambda: ["tensorboard"],
@@ -411,7 +411,7 @@ class TrainConfig:
         """Refuse options of the family that do not fit together: before data are made, read or packed.
 
         Raises:
-            UserError: they do not; says what to type.
+            UserError: they do not; has the option to type.
         """
 
     def explain_batch_dependence(self) -> str:
@@ -433,7 +433,7 @@ def check(config: Any, prefix: str = "") -> None:
     """Check every value against its option's choices and range.
 
     Raises:
-        UserError: a value is not allowed; names the option, what is allowed and what was found.
+        UserError: a value is not allowed; names the option, the allowed values and the value found.
     """
     for f in fields(config):
         value, name = getattr(config, f.name), prefix + f.name
@@ -470,7 +470,7 @@ def _check_store(config: TrainConfig) -> None:
     if packing.store == JPEG and config.image.channels != 3:
         raise UserError(
             f"packing.store={JPEG} is for RGB images, but this job has image.channels={config.image.channels}: in gray "
-            f"images, such as prints, the losses are in what the model compares. Type packing.store={KEEP}."
+            f"images, such as prints, the losses are in the detail that the model compares. Type packing.store={KEEP}."
         )
     if packing.store != JPEG and (packing.longest_side_px, packing.quality) != (0, StoreSettings.quality):
         raise UserError(
@@ -515,14 +515,14 @@ def _check_channels(f: Field[Any], name: str, value: Any, *, channels: int) -> N
 
 def _check_value(f: Field[Any], name: str, value: Any) -> None:
     rule = f.metadata
-    for one in value if isinstance(value, list) else [value]:
-        if rule.get("choices") and one not in rule["choices"]:
+    for item in value if isinstance(value, list) else [value]:
+        if rule.get("choices") and item not in rule["choices"]:
             each = "each entry one" if isinstance(value, list) else "one"
-            raise UserError(f"{name}={one}: expected {each} of {', '.join(rule['choices'])}.")
+            raise UserError(f"{name}={item}: expected {each} of {', '.join(rule['choices'])}.")
         if rule.get("duration"):
-            _check_duration(name, one, allows_zero=rule.get("low") == 0)
-        elif isinstance(one, int | float):
-            _check_number(name, one, low=rule.get("low"), high=rule.get("high"))
+            _check_duration(name, item, allows_zero=rule.get("low") == 0)
+        elif isinstance(item, int | float):
+            _check_number(name, item, low=rule.get("low"), high=rule.get("high"))
 
 
 def _check_number(name: str, number: float, *, low: float | None, high: float | None) -> None:

@@ -24,7 +24,7 @@ def load_yaml(data: bytes, path: Path, *, error: type[UserError], plain: bool = 
     Args:
         data: up to one byte more than `MOST_BYTES`.
         path: where they are from, for the error.
-        error: the class of what is raised.
+        error: the class of the exception.
         plain: refuse anchors, aliases and tags, which could run code or grow without bound.
 
     Raises:
@@ -66,15 +66,15 @@ def _check(data: bytes, path: Path, error: type[UserError], forbidden: dict[type
     if len(data) > MOST_BYTES:
         raise error(f"{path}: is larger than {MOST_BYTES} bytes, the most that is expected.")
     text, depth = data.decode(), 0
-    found = "a reference to other values, ${...}" if forbidden and "${" in text else ""
+    construct = "a reference to other values, ${...}" if forbidden and "${" in text else ""
     for token in yaml.scan(text, Loader=yaml.SafeLoader):
         depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
         if depth > _MOST_LEVELS:
             raise RecursionError
-        if found := found or forbidden.get(type(token), ""):
+        if construct := construct or forbidden.get(type(token), ""):
             raise error(
-                f"{path}: has {found}, and a run's options are plain values. Trainyard never writes such a file: find "
-                "out who did before you use this folder."
+                f"{path}: has {construct}, and a run's options are plain values. Trainyard never writes such a file: "
+                "find out who did before you use this folder."
             )
     return text
 

@@ -7,7 +7,7 @@ import unicodedata
 from trainyard.errors import UserError
 
 MARKS = ("auto", "point", "comma")
-"""What separates the decimals. "auto" reads a point, once nothing in the file speaks for a comma."""
+"""The decimal separator. "auto" reads a point, once nothing in the file speaks for a comma."""
 
 _GROUPED = "[1-9]\\d{0,2}(?:(?P<mark>[,'\u2019 ])\\d{3})(?:(?P=mark)\\d{3})*"  # 1,234 or 1'234'567
 _NUMBER = re.compile(rf"[+-]?(?:(?:{_GROUPED}|\d+)(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
@@ -25,7 +25,7 @@ _ISO_4217 = (  # the codes of countries, compared with pycountry 26.2.16; ANG an
     "USD UYU UZS VES VND VUV WST XAF XCD XCG XOF XPF YER ZAR ZMW ZWG"
 )
 _CODES = frozenset(_ISO_4217.split())
-_NAMES = {  # signs and abbreviations, without spaces and points -> what they may mean; alone they mean the first
+_NAMES = {  # signs and abbreviations, without spaces and points -> their currencies; alone they mean the first
     "$": "USD AUD BBD BMD BND BSD BZD CAD FJD GYD HKD JMD KYD LRD MXN NAD NZD SBD SGD SRD TTD TWD ARS CLP COP UYU XCD",
     "us$": "USD", "a$ au$": "AUD", "c$ ca$": "CAD", "hk$": "HKD", "mx$": "MXN", "nt$": "TWD", "nz$": "NZD",
     "r$": "BRL", "s$": "SGD", "\u00a3": "GBP EGP FKP GIP SHP", "\u00a5": "\u00a5 JPY CNY", "\u20ac euro euros": "EUR",
@@ -42,7 +42,7 @@ _PRICE = re.compile(rf"({_CURRENCY})?\s*([-+.\d].*?)\s*({_CURRENCY})?", re.IGNOR
 
 
 class AmountReader:
-    """Reads the numbers of one file, and remembers what they say about its decimal mark and currency.
+    """Reads the numbers of one file, and infers its decimal mark and currency.
 
     Args:
         file: named in errors.
@@ -77,7 +77,7 @@ class AmountReader:
         return comma if self.decimal_mark == "comma" else point
 
     def refuse_doubt(self, *, points: bool = False) -> None:
-        """Check what was read so far.
+        """Check the numbers read so far.
 
         Args:
             points: a point that could separate thousands separates decimals, since commas separate the columns.
@@ -127,7 +127,7 @@ def _find_currencies(name: str) -> tuple[str, ...]:
 
 
 def _drop_dash(text: str) -> str:
-    """Return the number without a dash for no cents; a mark stays before it where it tells what the others mean."""
+    """Return the number without a dash for no cents; a mark stays before it where it decides about the others."""
     match = _NO_CENTS.fullmatch(text)
     if match is None:
         return text

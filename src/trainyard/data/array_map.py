@@ -16,7 +16,7 @@ import numpy as np
 
 from trainyard.data.hdf5 import ShardError
 
-_MAP_FIXED = 0x10  # mmap(2): at this address, in place of what is mapped there
+_MAP_FIXED = 0x10  # mmap(2): at this address, in place of the present mapping
 _MOST_BYTES = 1 << 46  # half of the addresses of a process
 
 
@@ -40,7 +40,7 @@ class ArrayMap:
         """Map the files; they need not stay open. Takes addresses, but no memory.
 
         Args:
-            parts: `can_map` says which.
+            parts: for which `can_map` is true.
             shape: of a row.
 
         Raises:
@@ -74,7 +74,7 @@ def _count_rows(parts: Sequence[Part], row_bytes: int) -> np.ndarray:
 
 
 def _map_file(part: Part, size: int, address: int) -> None:
-    """Map the rows of a file at an address, in place of what is reserved there; Python's mmap cannot choose it."""
+    """Map the rows of a file at an address, in place of the reserved range; Python's mmap cannot choose it."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long)
     libc.mmap.restype = ctypes.c_void_p

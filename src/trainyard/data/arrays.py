@@ -16,7 +16,7 @@ from trainyard.data.shards import ShardSet
 def read_arrays(
     data: ShardSet, ids: np.ndarray, *, check_crc: str, memory: "Mapping[str, BatchMemory] | None"
 ) -> dict[str, Tensor]:
-    """Return the arrays of some samples by name, in memory of their own.
+    """Return the arrays of some samples by name, in new memory.
 
     Arrays of fixed shape are (B, ...). Those of varying length are (B, L, ...), padded with zeros, with their lengths
     under `<name>_count`.
@@ -25,7 +25,7 @@ def read_arrays(
         ids: (B,) int64, at least one.
         check_crc: option `data.check_crc`.
         memory: for arrays of fixed shape, by name. None: a GPU will copy them, so they are read straight into pinned
-            memory, of which torch keeps what is free.
+            memory, which torch caches.
 
     Raises:
         ShardError: a record is damaged.
@@ -52,7 +52,7 @@ class BatchMemory:
     On the CPU only. With memory of malloc instead, two threads read 0.72 times as many raw 224 x 224 images per CPU
     second (suite raw of benchmarks/README.md, two EPYC cores); one thread reads as many.
 
-    What came back last is lent first: it is still in the processor's cache, while malloc rotates through many times as
+    The newest free buffer is lent first: it is still in the processor's cache; malloc rotates through many times as
     many addresses. Memory is never returned to the system; there is as much as was lent at once. Threads may share it.
     """
 

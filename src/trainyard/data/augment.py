@@ -17,7 +17,7 @@ _GEOMETRY, _JOB_NOISE, _AUDIO_START, _INPUT_SCALE = range(4)  # independent stre
 
 @dataclass(frozen=True)
 class Parameters:
-    """How the B images of a micro-batch are augmented, the same for either decode back end.
+    """Augmentation of the B images of a micro-batch, the same for either decode back end.
 
     The back end crops `box` from the image, resizes it and mirrors it. The device then resamples through `theta`
     and applies gain and contrast (`data/device.py`).
@@ -126,7 +126,7 @@ def draw(
         regions: (B, 4) int32, the part of each image that counts as the whole: y, x, height, width.
         height_px, width_px: of the model's input.
         letterbox: keep the aspect ratio, and scale between `scale_min` and `scale_max` instead of cropping.
-        keep_boxes: with letterbox, B arrays (L, 4) of boxes x0, y0, x1, y1 in pixels; each crop keeps one of its own.
+        keep_boxes: with letterbox, B arrays (L, 4) of boxes x0, y0, x1, y1 in pixels; a crop keeps one of its image.
     """
     u = draw_uniforms(seed=seed, epoch=epoch, sample_ids=sample_ids, count=_DRAWS).T
     angle = math.radians(settings.rotate_deg) * (2 * u[5] - 1)
@@ -154,13 +154,13 @@ def build_neutral(regions: np.ndarray, *, letterbox: tuple[int, int] | None = No
         letterbox: height and width of the model's input to fit each region into; None: stretch the region.
     """
     count = len(regions)
-    one, zero = np.ones(count), np.zeros(count)
+    ones, zero = np.ones(count), np.zeros(count)
     return Parameters(
-        box=_fit_letterbox(regions, *letterbox, one, place=None) if letterbox else regions.astype(np.int32),
+        box=_fit_letterbox(regions, *letterbox, ones, place=None) if letterbox else regions.astype(np.int32),
         flip=np.zeros(count, dtype=bool),
-        theta=_compute_theta(zero, one, np.zeros((2, count)), 1.0),
-        gain=one.astype(np.float32),
-        contrast=one.astype(np.float32),
+        theta=_compute_theta(zero, ones, np.zeros((2, count)), 1.0),
+        gain=ones.astype(np.float32),
+        contrast=ones.astype(np.float32),
     )
 
 

@@ -94,14 +94,14 @@ def read_annotations(path: Path) -> Annotations:
     _refuse_repeated(path, "image", (image.id for image in content.images))
     _refuse_repeated(path, "annotation", (entry.id for entry in content.annotations if entry.id is not None))
     _refuse_repeated(path, "category", (category.id for category in content.categories))
-    images, categories = {image.id for image in content.images}, {one.id: one.name for one in content.categories}
+    images, categories = {image.id for image in content.images}, {kind.id: kind.name for kind in content.categories}
     refuse_mixed_categories(path, categories)
     for name, count in Counter(categories.values()).items():
         if count > 1:
             ids = ", ".join(repr(number) for number, other in categories.items() if other == name)
             raise UserError(
                 f"{path}: the categories {ids} are all called '{name}', so their objects would train as {count} "
-                "classes and be scored as one. Give them one id, or names of their own."
+                "classes and be scored as one. Give them one id, or different names."
             )
     for number, entry in enumerate(content.annotations):
         where = f"{path}: {_name_object(number, entry)}"
@@ -111,7 +111,7 @@ def read_annotations(path: Path) -> Annotations:
                 "annotation."
             )
         if entry.category_id not in categories:
-            known = join_names([f"{one!r} {name}" for one, name in sorted(categories.items())])
+            known = join_names([f"{kind!r} {name}" for kind, name in sorted(categories.items())])
             raise UserError(
                 f"{where} has category {entry.category_id!r}, which is unknown. Known: {known}. Add it to the "
                 "categories, or remove the annotation."
@@ -123,7 +123,7 @@ def read_annotations(path: Path) -> Annotations:
 
 def refuse_mixed_categories(path: Path, ids: Iterable[Id]) -> None:
     """Refuse category ids of which some are numbers and some are texts: they have no common order."""
-    by_type = {type(one): one for one in ids}
+    by_type = {type(key): key for key in ids}
     if len(by_type) > 1:
         raise UserError(
             f"{path}: the category ids {' and '.join(map(repr, by_type.values()))} are a number and a text. Write all "
@@ -145,7 +145,7 @@ def _refuse_repeated(path: Path, what: str, ids: Iterable[Id]) -> None:
 
 
 def explain_lost_boxes(boxes: Collection[Iterable[float]]) -> str:
-    """Return a sentence on what the numbers of boxes that do not fit may mean instead; "" if that is unclear."""
+    """Return a sentence with the likely meaning of boxes that do not fit; "" if it is unclear."""
     rows = [tuple(box) for box in boxes]
     if rows and all(0 <= value <= 1 for box in rows for value in box):
         return " All numbers are in 0..1, so they are shares of the image, as in YOLO: multiply them by its size."

@@ -31,14 +31,14 @@ def describe_copies(data: ShardSet, split: Callable[[], Mapping[str, np.ndarray]
             continue
         members = np.concatenate(groups)
         pairs = [" = ".join(data.read_keys(group[:2])) for group in groups[:_MOST_NAMED]]
-        found = [f"{len(members)} samples have the same {name}, byte for byte, as another one: {join_names(pairs)}"]
+        sentences = [f"{len(members)} samples have the same {name}, byte for byte, as another one: {join_names(pairs)}"]
         for column in _OWNERS:
             if column in data.columns:
                 mixed = [group for group in groups if len(np.unique(data.columns[column][group])) > 1]
-                found += [f"{sum(map(len, mixed))} of them are under another {column}"] if mixed else []
+                sentences += [f"{sum(map(len, mixed))} of them are under another {column}"] if mixed else []
         in_sets = _count_in_two_sets(groups, split)
-        found += [f"{in_sets} of them are in two sets, where they make scores too good"] if in_sets else []
-        yield f"{'; '.join(found)}. Remove all but one of each."
+        sentences += [f"{in_sets} of them are in two sets, where they make scores too good"] if in_sets else []
+        yield f"{'; '.join(sentences)}. Remove all but one of each."
 
 
 def _find_equal(data: ShardSet, name: str, ids: np.ndarray) -> list[np.ndarray]:

@@ -102,7 +102,7 @@ class ImageDecoder:
 def choose_gpu_decoding() -> dict[str, Choice[str]]:
     """Let DALI's buffers grow no further than a batch needs; return how a GPU decodes within which memory, and why.
 
-    Its pools have no upper limit of their own, and what they hold, torch's allocator cannot take.
+    DALI's pools have no upper limit, and torch's allocator cannot take the memory that they hold.
     """
     backend.SetDeviceBufferGrowthFactor(1.0)
     backend.SetHostBufferGrowthFactor(1.0)
@@ -110,7 +110,7 @@ def choose_gpu_decoding() -> dict[str, Choice[str]]:
     return {
         "decode_memory": Choice(
             f"{_GPU_QUEUE} batches of {size} decoded ahead, or one micro-batch each if that is larger",
-            "DALI's pools grow alongside torch's allocator; what they do not use is released after each evaluation",
+            "DALI's pools grow alongside torch's allocator; unused memory is released after each evaluation",
         ),
         "decode_jpeg": Choice(
             "whole images by CUDA kernels; PNG, and inputs that packing has resized, on the host",
@@ -159,7 +159,7 @@ class _ImagePipeline:
 
 
 class _Feed:
-    """What a pipeline reads from: several requests per batch, because its threads wait for each other at its end.
+    """Source of a pipeline's inputs: several requests per batch, because its threads wait for each other at its end.
 
     Apart from the pipeline, which refers to it: a cycle would keep both, and the memory on the device, until collected.
     """
@@ -194,7 +194,7 @@ class _Feed:
         return (records, *map(np.ascontiguousarray, numbers))
 
     def _count_decoded_bytes(self, request: Request) -> int:
-        """Return what the decoder writes for a request: the host's only boxes, a GPU's whole images."""
+        """Return the bytes that the decoder writes for a request: on the host its boxes only, on a GPU whole images."""
         sides = request.shapes[:, :2] if self._on_gpu else request.parameters.box[:, 2:]
         return int(sides.prod(axis=1).sum()) * self._channels
 
@@ -318,7 +318,7 @@ def _build_gpu_graph(feed: Any, *, channels: int, fill: int, device: str = "mixe
 
     Args:
         feed: returns records, the boxes' corners and shapes, the sizes of the results, and which to mirror.
-        device: where the decoder runs; "cpu" shows without a GPU what the graph computes.
+        device: where the decoder runs; "cpu" runs the same graph without a GPU.
     """
     records, start, shape, size, flip = _declare_inputs(feed, 5)
     images = fn.decoders.image(records, device=device, hw_decoder_load=0.0, **_list_decoder_options(channels))

@@ -16,7 +16,7 @@ def prepare_model_input(
     std: float | Tensor,
     channels_last: bool,
 ) -> Tensor:
-    """Turn decoded images into what the model takes.
+    """Turn decoded images into the model's input.
 
     Args:
         image_BHWC: uint8.

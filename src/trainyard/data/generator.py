@@ -21,7 +21,7 @@ def hash_generator(family: Path) -> str:
 def hash_packing(family: Path) -> str:
     """Return a digest of `pack.py` and of all it imports relatively from its family, without docstrings.
 
-    Left out are what makes synthetic samples, whose folder has a digest of its own, and `config.py`, whose options
+    Left out are the files that make synthetic samples, whose folder has another digest, and `config.py`, whose options
     packed data name.
     """
     pack = family / "pack.py"
@@ -58,12 +58,12 @@ def _follow_imports(pending: Iterable[Path]) -> set[Path]:
 
 def _list_imports(file: Path, *, name: str = "") -> list[Path]:
     """List the files that a file imports relatively; with `name`, only those that it imports this name from."""
-    found = []
+    files = []
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.ImportFrom) and node.level:
             module = file.parents[node.level - 1].joinpath(*(node.module or "").split("."))
             names = [alias.name for alias in node.names]
             if not name or name in names:
-                places = [module, *(module / one for one in names)]
-                found += [path for place in places for path in (place.with_suffix(".py"), place / "__init__.py")]
-    return [path for path in found if path.is_file()]
+                places = [module, *(module / part for part in names)]
+                files += [path for place in places for path in (place.with_suffix(".py"), place / "__init__.py")]
+    return [path for path in files if path.is_file()]

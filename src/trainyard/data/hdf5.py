@@ -114,10 +114,10 @@ def read_array(group: h5py.Group, name: str, *, dtype: str, length: int | None =
 
 def read_group(group: h5py.Group, name: str) -> h5py.Group:
     """Return a group of a group."""
-    found = group.get(name)
-    if not isinstance(found, h5py.Group):
+    member = group.get(name)
+    if not isinstance(member, h5py.Group):
         raise make_refusal(Path(group.file.filename), f"{group.name.rstrip('/')}/{name} is not a group")
-    return found
+    return member
 
 
 def read_texts(group: h5py.Group) -> list[str]:
@@ -134,7 +134,7 @@ def _refuse_special_file(path: Path) -> None:
         mode = path.stat().st_mode
     except FileNotFoundError:
         raise ShardError(f"{path}: missing. Copy it again, or pack the data again.") from None
-    if not stat.S_ISREG(mode):  # opening a named pipe would wait for ever
+    if not stat.S_ISREG(mode):  # opening a named pipe would block
         raise make_refusal(path, "is not a regular file")
 
 
@@ -161,11 +161,11 @@ class _TreeCheck:
             kind = group.links.get_info(raw_name).type
             if kind != h5l.TYPE_HARD:
                 raise make_refusal(self._path, f"{inner} is {_LINKS.get(kind, 'a link of an unknown kind')}")
-            found = h5o.open(group, raw_name)
-            if isinstance(found, h5g.GroupID):
-                self.check_group(found, inner, depth + 1)
-            elif isinstance(found, h5d.DatasetID):
-                self._check_dataset(found, inner)
+            member = h5o.open(group, raw_name)
+            if isinstance(member, h5g.GroupID):
+                self.check_group(member, inner, depth + 1)
+            elif isinstance(member, h5d.DatasetID):
+                self._check_dataset(member, inner)
             else:
                 raise make_refusal(self._path, f"{inner} is neither a group nor a dataset")
 

@@ -1,4 +1,4 @@
-"""Reads the shape of encoded images and audio from their own headers, and compares it with what an index says."""
+"""Reads the shape of encoded images and audio from their own headers, and compares it with the index."""
 
 import io
 from collections.abc import Sequence
@@ -51,11 +51,11 @@ def find_misfit(kind: str, data: np.ndarray, shape: Sequence[int]) -> str:
     if read is None:
         return ""
     try:
-        found = read(data.data)
+        shape_read = read(data.data)
     except Exception as error:  # Pillow's readers raise struct.error, IndexError and others for broken files
         return f"its header cannot be read: {error}"
-    stated = tuple(shape)[: len(found)]
-    return "" if found == stated else f"its header says {_format(found)}, the index {_format(stated)}"
+    stated = tuple(shape)[: len(shape_read)]
+    return "" if shape_read == stated else f"its header says {_format(shape_read)}, the index {_format(stated)}"
 
 
 def _format(shape: Sequence[int]) -> str:

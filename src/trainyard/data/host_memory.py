@@ -1,4 +1,4 @@
-"""Reads how much memory of this host its ranks can still get, and counts what they take of it."""
+"""Reads the memory of this host that its ranks can still get, and counts their use of it."""
 
 import re
 import sys
@@ -29,12 +29,12 @@ def read_available_memory(
     hierarchy: Path = Path("/sys/fs/cgroup"),
     membership: Path = Path("/proc/self/cgroup"),
 ) -> AvailableMemory:
-    """Return the tightest of the machine's available memory and what the limits of its cgroups (v2, v1) leave.
+    """Return the smallest of the machine's available memory and the memory left by the limits of its cgroups (v2, v1).
 
-    What the page cache takes counts as available: the kernel gives it back.
+    The page cache counts as available: the kernel gives it back.
     """
     free_kib = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
-    found = [AvailableMemory(int(free_kib[1]) * 1024, "MemAvailable of this machine")] if free_kib else []
+    limits = [AvailableMemory(int(free_kib[1]) * 1024, "MemAvailable of this machine")] if free_kib else []
     kinds = (
         (hierarchy, r"0:", "memory.max", "memory.current", "file"),
         (hierarchy / "memory", r"\d+:memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "cache"),
@@ -45,5 +45,5 @@ def read_available_memory(
             if len(texts) == 3 and texts[0].strip() != "max":
                 cached = re.search(rf"^{cache} (\d+)$", texts[2], re.MULTILINE)
                 left = int(texts[0]) - int(texts[1]) + (int(cached[1]) if cached else 0)
-                found.append(AvailableMemory(max(0, left), f"the memory limit of cgroup {group}"))
-    return min(found, default=AvailableMemory(sys.maxsize, "no limit known"))
+                limits.append(AvailableMemory(max(0, left), f"the memory limit of cgroup {group}"))
+    return min(limits, default=AvailableMemory(sys.maxsize, "no limit known"))

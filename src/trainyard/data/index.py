@@ -91,7 +91,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Index:
-    """What an index contains, except the keys, which few need."""
+    """The content of an index, except the keys, which few need."""
 
     path: Path
     fingerprint: str  # SHA-256 of its HDF5 content: the identity of the data set
@@ -115,7 +115,7 @@ class Index:
         if packed != family:
             raise ShardError(
                 f"{self.path.parent}: packed for the family {packed!a}, but this job's family is '{family}'. "
-                f"Give it data of its own: data.path=FOLDER, or pack the raw files for it: trainyard pack JOB RAW OUT"
+                f"Give it other data: data.path=FOLDER, or pack the raw files for it: trainyard pack JOB RAW OUT"
             )
 
 
@@ -132,13 +132,13 @@ def read_fingerprint(path: Path) -> str:
     """
     with path.open("rb") as file:
         header = file.read(HEADER_BYTES)
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if header != _make_header(found):
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if header != _make_header(digest):
         raise ShardError(
             f"{path}: damaged: its content differs from the SHA-256 in its first line. Copy it again, or delete it and "
             "run the same trainyard pack again, which keeps the shards."
         )
-    return found
+    return digest
 
 
 def find_index(folder: Path) -> Path:
@@ -186,7 +186,7 @@ def read_index(folder: Path) -> Index:
 
     Raises:
         FormatError: it states another format number, or none.
-        ShardError: there is none, it was changed, or what it says cannot be true.
+        ShardError: there is none, it was changed, or its content cannot be true.
     """
     path = find_index(folder)
     fingerprint = read_fingerprint(path)

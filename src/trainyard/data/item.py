@@ -46,7 +46,7 @@ class Draws:
         read_boxes: Callable[[np.ndarray], Sequence[np.ndarray]],
         noise: bool,
     ) -> None:
-        """Keep what the numbers depend on.
+        """Store the inputs of the random draws.
 
         Args:
             regions: (N, 4) int32, the part of each image that counts as the whole; None without images.
@@ -74,7 +74,7 @@ class Draws:
             item.values["noise"] = torch.from_numpy(part)
 
     def _draw_parameters(self, items: Sequence[Item]) -> None:
-        """Draw the augmentation of items of one input size, and add what the batch says about it."""
+        """Draw the augmentation of items of one input size, and add the batch's entries about it."""
         if self._regions is None:
             return
         height, width = items[0].size

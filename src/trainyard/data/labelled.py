@@ -34,7 +34,7 @@ def list_labelled_files(raw: Path, suffixes: Collection[str]) -> list[LabelledFi
     """
     if not raw.is_dir():
         raise UserError(f"{raw}: no such folder. Expected one with a sub-folder for each class.")
-    found = []
+    files = []
     for path in list_files(raw, suffixes):
         folders = path.relative_to(raw).parts[:-1]
         stated = folders[0] if folders and folders[0] in SETS else ""
@@ -44,15 +44,15 @@ def list_labelled_files(raw: Path, suffixes: Collection[str]) -> list[LabelledFi
                 f"{path}: in no class. Expected a sub-folder for each class, such as "
                 f"{raw / stated / 'cat' / path.name}, and no other files."
             )
-        found.append(LabelledFile(path, path.relative_to(raw).as_posix(), label, stated))
-    _check_sets(raw, found)
-    classes = {file.label for file in found}
+        files.append(LabelledFile(path, path.relative_to(raw).as_posix(), label, stated))
+    _check_sets(raw, files)
+    classes = {file.label for file in files}
     if len(classes) < 2:
         raise UserError(
             f"{raw}: {len(classes) or 'no'} class{'' if len(classes) == 1 else 'es'} with files ending in "
             f"{', '.join(sorted(suffixes))}. Expected a sub-folder for each of two classes or more."
         )
-    return found
+    return files
 
 
 def _check_sets(raw: Path, files: Sequence[LabelledFile]) -> None:
@@ -101,7 +101,7 @@ def assign_sets(
     given = {key: (stated or {}).get(key, "") for key in labels}
     shares = {"val": rule.val_share, "test": rule.test_share}
     shares = {name: share for name, share in shares.items() if share > 0 and name not in given.values()}
-    if "train" in given.values():  # a test set is what its owner names; training needs a validation set
+    if "train" in given.values():  # only the owner names a test set; training needs a validation set
         shares.pop("test", None)
     sets = {key: name or "train" for key, name in given.items()}
     by_label: dict[str, list[str]] = {}
@@ -124,10 +124,10 @@ def find_sets(columns: Mapping[str, np.ndarray], vocabulary: Mapping[str, list[s
         UserError: there is no validation set, which selects the best checkpoint.
     """
     names = np.array(vocabulary["set"])[columns["set"]]
-    found = {name: np.flatnonzero(names == name) for name in SETS if name in vocabulary["set"]}
-    if "val" not in found:
+    ids_by_set = {name: np.flatnonzero(names == name) for name in SETS if name in vocabulary["set"]}
+    if "val" not in ids_by_set:
         raise UserError(
             f"{len(names)} samples, and none of them in the validation set, which selects the best checkpoint. "
             "Expected three or more of a class, and packing.val_share above 0."
         )
-    return found
+    return ids_by_set

@@ -24,7 +24,7 @@ _DEFINITION = (
 
 @dataclass(frozen=True)
 class Loss:
-    """What packing saved and lost on some images."""
+    """Bytes saved, and detail lost, by packing some images."""
 
     store: str  # as typed after packing.store=
     images: int  # that were measured
@@ -36,7 +36,7 @@ class Loss:
     definition: str = _DEFINITION
 
     def describe(self) -> str:
-        """Say it in one sentence."""
+        """Return a summary in one sentence."""
         saved = (
             f"packing.store={self.store}: {self.images} images measured now take {self.stored_bytes / 1e6:.2f} MB "
             f"instead of {self.file_bytes / 1e6:.2f}, and {self.kept} of them keep their files, which JPEG would not "
@@ -46,7 +46,7 @@ class Loss:
             return f"{saved}; nothing is lost ({LOSS})"
         return (
             f"{saved}; the model's input differs from that of the others' files by a PSNR of {self.psnr_db_min:.1f} dB "
-            f"at the worst, {self.psnr_db_median:.1f} dB in the median ({LOSS} says how it is defined)"
+            f"at the worst, {self.psnr_db_median:.1f} dB in the median ({LOSS} defines it)"
         )
 
 
@@ -76,7 +76,7 @@ def measure_loss(samples: Iterable[Sample], data: ShardSet, image: ImageSettings
         before = _resize(resizer, original, {**sample.columns, **loaded})
         after = _resize(resizer, stored.tobytes(), {name: int(column[i[0]]) for name, column in data.columns.items()})
         noise.append(float(np.square(before - after).mean()))
-    psnr = [10 * float(np.log10(255**2 / one)) for one in noise if one > 0]
+    psnr = [10 * float(np.log10(255**2 / value)) for value in noise if value > 0]
     worst, median = (min(psnr), statistics.median(psnr)) if psnr else (None, None)
     store = name_store(data.records, data.meta)
     loss = Loss(store, len(by_key), kept, file_bytes, stored_bytes, worst, median)

@@ -127,7 +127,7 @@ def group_by_identity(
     """Order an epoch so that each global batch contains P identities with K samples each ("P x K sampling").
 
     Coverage: every sample at least once. An identity with n samples gives ceil(n / K) groups of K; if K does not
-    divide n, its last group repeats some of its own samples (an identity of one sample repeats it). The
+    divide n, its last group repeats some of its samples (an identity of one sample repeats it). The
     identities of a batch are distinct as long as P of them have groups left.
 
     Args:
@@ -135,7 +135,7 @@ def group_by_identity(
         identity: (n,) the identity of each of them.
         samples_per_identity: K. The samples of a group are consecutive in the batch.
         global_batch_size: P * K.
-        balanced: (n,) a value of each sample, such as the person in a family: an identity's samples are dealt by turns,
+        balanced: (n,) a value of each sample, such as the person in a family: an identity's samples are dealt in turn,
             one of each value, until one value has none left.
 
     Raises:

@@ -38,7 +38,7 @@ from trainyard.files import (
 )
 from trainyard.text import format_override, join_names, quote_path
 
-_MOST_SAMPLES = 2048  # in a shard, however small: what a kill loses of each worker's work, and the workers share
+_MOST_SAMPLES = 2048  # in a shard, however small: a kill loses at most these for each worker
 _LISTED_AT_ONCE = 4096  # part of the digest that names packed data: another number would pack everything again
 _PROBE = 64  # samples that the mean size is estimated from
 _MAX_NAMED = 5  # bad files named in an error
@@ -55,10 +55,10 @@ _Stamp = tuple[int, int] | None
 
 
 class Listing(NamedTuple):
-    """What `read_listing` found out about samples."""
+    """Count and digest of samples, from `read_listing`."""
 
     samples: int
-    digest: str  # of their names, their raw files' sizes and times, and what describes the packing
+    digest: str  # of their names, their raw files' sizes and times, and the packing's options
     stamps: "array.array[int]"  # two numbers for each sample: size and time of its raw file, or 0
 
 
@@ -134,7 +134,7 @@ def pack(
 
 
 def _explain_end(exit_code: int, workers: int, shard_mib: float) -> str:
-    """Say how a worker ended, and what to do. A negative exit code is the signal that ended it."""
+    """Explain the end of a worker, with the remedy. A negative exit code is the signal that ended it."""
     if exit_code == -signal.SIGKILL:
         return (
             f"A packing process was killed, most likely because memory ran out ({workers} processes, each with a shard "
@@ -161,7 +161,7 @@ def read_listing(samples: Iterable[Sample], meta: dict[str, Any]) -> Listing:
 def _stamp(samples: Iterable[Sample]) -> Iterator[tuple[Sample, _Stamp]]:
     """Yield samples with the size and time of their raw files, which are checked."""
     return (
-        (one, None if found is None else (found.st_size, found.st_mtime_ns)) for one, found in check_sources(samples)
+        (sample, None if info is None else (info.st_size, info.st_mtime_ns)) for sample, info in check_sources(samples)
     )
 
 
@@ -207,7 +207,7 @@ def _plan_shards(
 
 
 def _hash_listing(chunk: Sequence[tuple[Sample, _Stamp]], meta: dict[str, Any]) -> str:
-    """Return a digest of what a shard is made from: names, columns, and the raw files' sizes and times.
+    """Return a digest of a shard's sources: names, columns, and the raw files' sizes and times.
 
     Not of `skip_bad`: a second call with `skip_bad` keeps the shards without bad files.
     """
@@ -218,7 +218,7 @@ def _hash_listing(chunk: Sequence[tuple[Sample, _Stamp]], meta: dict[str, Any]) 
 
 
 class _Journal:
-    """`packing.json`: what the shards of a folder were made from. Written by the packing process only."""
+    """`packing.json`: the sources of a folder's shards. Written by the packing process only."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / JOURNAL
@@ -231,7 +231,7 @@ class _Journal:
             return None
         if self._packed_elsewhere:
             raise PackError(
-                f"{task.path.parent}: contains packed data, but no {JOURNAL} that lists what it was made from. "
+                f"{task.path.parent}: contains packed data, but no {JOURNAL} that lists its sources. "
                 "Use the data as it is, or choose an empty folder for the output."
             )
         entry = self._shards.get(task.path.name)
@@ -255,7 +255,7 @@ class _Journal:
 
 
 def _read_journal(path: Path) -> dict[str, dict[str, Any]]:
-    """Return what a journal says about each shard.
+    """Read a journal: its entry for each shard.
 
     Raises:
         FormatError: it is of another format.
@@ -264,7 +264,7 @@ def _read_journal(path: Path) -> dict[str, dict[str, Any]]:
     try:
         content = load_json(path, most_bytes=2**30)
         shards: dict[str, dict[str, Any]] = content["shards"]
-        is_intact, found = content["sha256"] == _hash_journal(shards), content["format"]
+        is_intact, number = content["sha256"] == _hash_journal(shards), content["format"]
         for entry in shards.values():
             types = {name: type(value) for name, value in entry.items()}
             is_intact &= types == {"listing": str, "sha256": str, "count": int, "bad": list}
@@ -272,7 +272,7 @@ def _read_journal(path: Path) -> dict[str, dict[str, Any]]:
     except (AttributeError, KeyError, OSError, TypeError, ValueError):  # not JSON, or other JSON
         is_intact = False
     if is_intact:
-        check_format(path, found, kind=PACKED_DATA)
+        check_format(path, number, kind=PACKED_DATA)
     else:
         follow_up = (
             f"Check the packed data: trainyard verify {quote_path(path.parent)}. If it is whole, train with "
@@ -291,7 +291,7 @@ def _hash_journal(shards: dict[str, dict[str, Any]]) -> str:
 class _Tally:
     """Counts samples, and bad ones among them, by the classes that their listing states.
 
-    What is wrong with the samples of one class alone is what a model learns.
+    A model learns a fault that the samples of one class alone have.
     """
 
     def __init__(self) -> None:
@@ -311,9 +311,9 @@ class _Tally:
     def __str__(self) -> str:
         """Return such as "Of label 0: 8 of 16, of label 1: 0 of 16."; "" without classes, or with a great many."""
         lines = [
-            ", ".join(f"of {name} {value or '-'}: {self._bad[name][value]} of {total}" for value, total in found)
+            ", ".join(f"of {name} {value or '-'}: {self._bad[name][value]} of {total}" for value, total in counts)
             for name, counter in self._all.items()
-            if 1 < len(found := sorted(counter.items())) <= _MOST_CLASSES
+            if 1 < len(counts := sorted(counter.items())) <= _MOST_CLASSES
         ]
         return "\n".join(f"O{line[1:]}." for line in lines)
 
@@ -418,7 +418,7 @@ def _write_index(file: h5py.File, written: Sequence[WrittenShard]) -> None:
         group, records = file.create_group(f"records/{name}"), [part.records[name] for part in parts]
         group.attrs.update(kind=records[0]["kind"], dtype=records[0]["dtype"])
         for place in _PLACES:
-            group[place] = np.concatenate([one[place] for one in records])
+            group[place] = np.concatenate([record[place] for record in records])
 
 
 _PLACES = ("start", "size", "crc", "shape")
@@ -427,17 +427,17 @@ _PLACES = ("start", "size", "crc", "shape")
 def _refuse_other_records(first: "_Part", part: "_Part") -> None:
     """Refuse a shard whose samples have other records or columns than those of the first."""
     forms = [
-        {name: " (numbers)" if isinstance(column, np.ndarray) else " (texts)" for name, column in one.columns.items()}
-        | {name: f" ({r['kind']} {_get_fixed_shape(r)} of {r['dtype']})" for name, r in one.records.items()}
-        for one in (first, part)
+        {name: " (numbers)" if isinstance(column, np.ndarray) else " (texts)" for name, column in side.columns.items()}
+        | {name: f" ({r['kind']} {_get_fixed_shape(r)} of {r['dtype']})" for name, r in side.records.items()}
+        for side in (first, part)
     ]
     if forms[0] != forms[1]:
-        found, expected = (
-            join_names([f"{name}{form}" for name, form in one.items() if other.get(name) != form], most=3) or "fewer"
-            for one, other in (forms[::-1], forms)
+        fields, expected = (
+            join_names([f"{name}{form}" for name, form in side.items() if other.get(name) != form], most=3) or "fewer"
+            for side, other in (forms[::-1], forms)
         )
         raise PackError(
-            f"Sample '{part.columns[KEY][0]}' and those after it have {found}, and '{first.columns[KEY][0]}' has "
+            f"Sample '{part.columns[KEY][0]}' and those after it have {fields}, and '{first.columns[KEY][0]}' has "
             f"{expected}. All samples need the same records and columns."
         )
 

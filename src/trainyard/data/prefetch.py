@@ -32,7 +32,7 @@ def prefetch(
 
     Args:
         items: advanced by one thread at a time.
-        prepare: called by each thread for an item of its own.
+        prepare: called by each thread for a separate item.
         start: called in the caller's thread, in order.
         threads: that prepare. If several, the caller's is one of them: it prepares instead of waiting, because
             another thread would take turns with it on one core.

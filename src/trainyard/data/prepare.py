@@ -49,7 +49,7 @@ OFF = "none"
 _MOST_NAMED = 5  # damaged records
 _EXAMPLES = 5
 _CELL = 24  # characters of a value in an example
-_LISTED = 1000  # entries of a folder that are looked at to say what is in it
+_LISTED = 1000  # entries of a folder that are read to describe it
 
 
 class StopRequested(Exception):
@@ -189,7 +189,7 @@ def prepare_data(
 
 
 def count_samples(config: TrainConfig, jobs_dir: Path) -> int:
-    """Return how many samples `data.path` has: what its index says, or how many the family lists of raw files.
+    """Return the number of samples of `data.path`: from its index, or from the family's listing of raw files.
 
     Raises:
         UserError: the shards are damaged or of another family, or the family refuses the raw files.
@@ -267,13 +267,13 @@ def verify_packed(folder: Path, *, hook: Callable[[], None] = lambda: None) -> N
     """Read packed data in full and compare them with their index; `hook` as for `pack_raw`.
 
     Raises:
-        UserError: names the first damaged records, and what to type.
+        UserError: names the first damaged records, and the next command.
     """
     from trainyard.data.shards import verify
 
     damaged = list(verify(folder, lambda bytes_read: hook()))
     if damaged:
-        named = "".join(f"\n  {one.shard}: {one.what}: {one.reason}" for one in damaged[:_MOST_NAMED])
+        named = "".join(f"\n  {damage.shard}: {damage.what}: {damage.reason}" for damage in damaged[:_MOST_NAMED])
         raise UserError(
             f"{folder}: {len(damaged)} damaged, although just packed or found packed:{named}\n"
             f"Delete the folder, which packs again: rm -r {shlex.quote(str(folder))}"
@@ -294,7 +294,7 @@ def find_raw(config: TrainConfig, jobs_dir: Path) -> Path | None:
         return None
     raise UserError(
         f"{config.job} needs data: data.path=FOLDER, or make run JOB={config.job} DATA=FOLDER. "
-        f"What the folder should contain: {jobs_dir / config.family}/README.md.{suggest_first_try(config, jobs_dir)}"
+        f"The folder's layout: {jobs_dir / config.family}/README.md.{suggest_first_try(config, jobs_dir)}"
     )
 
 
@@ -305,7 +305,7 @@ def restore_source(config: TrainConfig, source: str, jobs_dir: Path) -> TrainCon
         source: as the run recorded it: the folder of raw files, or how many samples were synthesized; "": not recorded.
 
     Raises:
-        UserError: the raw files are gone, too.
+        UserError: the raw files are also gone.
     """
     gone = config.data.path
     if config.data.synthetic and source == describe_synthetic(config.data.synthetic):
@@ -332,23 +332,23 @@ def describe_synthetic(count: int) -> str:
 
 
 def suggest_first_try(config: TrainConfig, jobs_dir: Path) -> str:
-    """Return a sentence that names the family's preset for a few files of one's own; "" if it has none, or it runs."""
+    """Return a sentence that names the family's preset for a few of the user's files; "" if it has none, or it runs."""
     few = f"{config.family}_few"
     if config.job == few or not (jobs_dir / config.family / f"{few}.yaml").is_file():
         return ""
-    return f" A first try with 50 to 500 files of your own: trainyard run {few} data.path=FOLDER."
+    return f" A first try with 50 to 500 of your files: trainyard run {few} data.path=FOLDER."
 
 
 def explain_no_sample(raw: Path, config: TrainConfig, jobs_dir: Path) -> str:
-    """Say that a folder has no sample of a family, what was expected, and what is there."""
+    """Return an error about a folder without samples of a family: the expected files, and those found."""
     expected = getattr(load_family(jobs_dir, config.family, "pack"), "RAW_FILES", "")
     more = f"{jobs_dir / config.family}/README.md"
     files = [Path(place) / name for place, _, names in itertools.islice(os.walk(raw), _LISTED) for name in names]
-    found = count_by_suffix(str(path.relative_to(raw)) for path in sorted(files)) or "no file"
+    present = count_by_suffix(str(path.relative_to(raw)) for path in sorted(files)) or "no file"
     return (
         f"contains no sample that {config.family} knows. "
         + (f"Expected: {expected}; more: {more}." if expected else f"Expected: what {more} describes.")
-        + f" Found: {found}.{suggest_first_try(config, jobs_dir)}"
+        + f" Found: {present}.{suggest_first_try(config, jobs_dir)}"
     )
 
 
@@ -374,18 +374,18 @@ def _synthesize_raw(config: TrainConfig, jobs_dir: Path, hook: Callable[[], None
     If it is missing, it is written now, or an interrupted call finished if the family takes a `hook`; if its files are
     not those that were written, it is moved aside, and written again. Costs a reading of all files.
 
-    Its name says what made it: another generator, or other arguments, write another folder. It is written under a name
-    of its own, which a kill leaves, and renamed when complete, whatever the family's `synthesize` does.
+    Its name has the digest of generator and arguments: others write another folder. It is written under another
+    name, which a kill leaves, and renamed when complete, whatever the family's `synthesize` does.
     """
     synthesize, raw = load_family(jobs_dir, config.family, "pack").synthesize, _name_synthetic(config, jobs_dir)
     unfinished, record = raw.with_name(f"{raw.name}.partial"), raw.with_name(f".{raw.name}.drawn")
     require_writable(raw.parent, flag="data.cache=")
     with _lock_folder(raw):
-        if raw.is_dir() and (found := _describe_files(raw)) != (drawn := read_object(record)):
+        if raw.is_dir() and (present := _describe_files(raw)) != (drawn := read_object(record)):
             aside = find_free_name(raw.with_name(f"{raw.name}.damaged"))
             logger.warning(
                 "{}: has {} files, and not the {} that were drawn: moved to {}, and drawn again",
-                *(raw, found["files"], drawn.get("files", "recorded"), aside),
+                *(raw, present["files"], drawn.get("files", "recorded"), aside),
             )
             raw.rename(aside)
         if not raw.is_dir():
@@ -427,12 +427,12 @@ def _describe_files(folder: Path) -> dict[str, Any]:
 
 
 def _explain_synthesis(raw: Path) -> str:
-    """Say why samples are synthesized although a folder of as many, from the same seed, is there; "" if none is."""
+    """Explain why samples are synthesized although a folder of as many, from the same seed, is there; "" if none is."""
     if raw.with_name(f"{raw.name}.partial").is_dir():
-        return ": finishing what was interrupted"
+        return ": finishing an interrupted call"
     alike = raw.name.rpartition("-")[0]
-    found = [path.name for path in raw.parent.glob(f"{alike}*") if not path.name.startswith(raw.name)]
-    others = [name for name in found if name == alike or name[len(alike)] == "-"]
+    alike_names = [path.name for path in raw.parent.glob(f"{alike}*") if not path.name.startswith(raw.name)]
+    others = [name for name in alike_names if name == alike or name[len(alike)] == "-"]
     return f": the generator has changed since it made {join_names(sorted(others))} (kept)" if others else ""
 
 
@@ -503,11 +503,11 @@ class Seen:
 
     def estimate_bytes(self) -> int:
         """Return the size of all raw files, by the mean of those whose samples were kept."""
-        sizes = [path.stat().st_size for path in {one.source for one in self._kept} if path and path.is_file()]
+        sizes = [path.stat().st_size for path in {sample.source for sample in self._kept} if path and path.is_file()]
         return len(self._sources) * sum(sizes) // max(len(sizes), 1)
 
     def describe_examples(self) -> list[str]:
-        """Return a table of five samples: their names, and what the listing says of each."""
+        """Return a table of five samples: names and columns."""
         last = len(self._kept) - 1
         examples = [self._kept[i] for i in sorted({i * last // (_EXAMPLES - 1) for i in range(_EXAMPLES)})]
         names = list(dict.fromkeys(name for sample in examples for name in sample.columns))
@@ -529,12 +529,12 @@ def _list_samples(pack: Any, raw: Path, config: TrainConfig) -> "Iterator[Sample
     """Yield what `pack.samples` yields, which are samples."""
     from trainyard.data.shards import Sample
 
-    found = pack.samples(raw, config)
-    if not isinstance(found, Iterable):
+    yielded = pack.samples(raw, config)
+    if not isinstance(yielded, Iterable):
         raise ContractError(
-            f"{locate_code(pack.samples)} returned {describe_value(found)}; expected it to yield Samples."
+            f"{locate_code(pack.samples)} returned {describe_value(yielded)}; expected it to yield Samples."
         )
-    for sample in found:
+    for sample in yielded:
         if not isinstance(sample, Sample):
             raise ContractError(f"{locate_code(pack.samples)} yielded {describe_value(sample)}; expected a Sample.")
         if not isinstance(sample.key, str):
@@ -544,7 +544,7 @@ def _list_samples(pack: Any, raw: Path, config: TrainConfig) -> "Iterator[Sample
 
 
 def _name_remembered(config: TrainConfig, raw: Path, jobs_dir: Path) -> Path:
-    """Return where it is written down what the raw files of a folder are packed to."""
+    """Return the file that stores the packed folder's name for raw files."""
     key = json.dumps([str(raw.absolute()), _describe_packing(config, jobs_dir)], sort_keys=True)
     return Path(config.data.cache) / f".{config.family}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.listing"
 
@@ -562,7 +562,7 @@ def _name_synthetic(config: TrainConfig, jobs_dir: Path) -> Path:
 def build_meta(config: TrainConfig) -> dict[str, Any]:
     """Return what decides about packed data besides the raw files."""
     packing = getattr(config, "packing", None)
-    # What was packed before an option existed has the same name: one that is off is left out.
+    # Data that was packed before an option existed keeps its name: an option that is off is left out.
     options = {} if packing is None else {name: value for name, value in asdict(packing).items() if value != OFF}
     meta: dict[str, Any] = {
         "family": config.family,
@@ -574,7 +574,7 @@ def build_meta(config: TrainConfig) -> dict[str, Any]:
         return meta
     jpeg = {name: meta["packing"].pop(name) for name in ("longest_side_px", "quality")}
     if packing.store == KEEP:
-        del meta["packing"]["store"]  # so that what was packed before this option existed has the same name
+        del meta["packing"]["store"]  # so that data packed before this option existed keeps its name
     elif packing.store == JPEG:
         meta[JPEG] = jpeg
     else:

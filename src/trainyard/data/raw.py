@@ -67,10 +67,10 @@ _listed: ContextVar[Listed | None] = ContextVar("_listed", default=None)
 
 @contextmanager
 def list_once() -> Iterator[Listed]:
-    """Within the block, no folder is listed a second time: what was found first counts. Keeps 150 bytes an entry."""
-    token = _listed.set(found := Listed())
+    """Within the block, no folder is listed a second time: the first listing counts. Keeps 150 bytes an entry."""
+    token = _listed.set(listed := Listed())
     try:
-        yield found
+        yield listed
     finally:
         _listed.reset(token)
 
@@ -90,11 +90,11 @@ def list_folder(folder: Path) -> list[Entry]:
             visible = [entry for entry in entries if not entry.name.startswith(".")]
     except OSError as error:
         raise UserError(f"{folder}: cannot be listed ({error.strerror}). Give yourself the right to read it.") from None
-    found = sorted(_describe_entry(one) for one in visible)
+    described = sorted(_describe_entry(item) for item in visible)
     if listed is not None:
-        listed.entries[folder] = found
+        listed.entries[folder] = described
         listed.times[str(folder.absolute())] = time_ns
-    return found
+    return described
 
 
 def _describe_entry(entry: os.DirEntry[str]) -> Entry:
@@ -145,10 +145,10 @@ def list_files(folder: Path, suffixes: Collection[str], *, depth: int | None = N
         UserError: a folder cannot be listed or is inside itself by a link, or a file is no regular file, a link to
             nothing, or has a name that is not UTF-8.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     if folder.is_dir():
-        _collect_files(folder, suffixes, depth, {_identify(folder): folder}, found)
-    return sorted(found)
+        _collect_files(folder, suffixes, depth, {_identify(folder): folder}, files)
+    return sorted(files)
 
 
 def list_named(raw: Path, suffixes: Collection[str]) -> list[tuple[str, Path]]:
@@ -178,14 +178,14 @@ def find_listed(raw: Path, name: str, *, where: str, folders: Sequence[Path] = (
     full = [Path(os.path.normpath(folder.absolute() / name)) for folder in folders if "\0" not in name]
     inside = [path.relative_to(root) for path in full if path.is_relative_to(root)]
     for path in inside:
-        if (found := find_file(raw, path.parts)) is not None:
-            return found
+        if (file := find_file(raw, path.parts)) is not None:
+            return file
     is_foreign = not inside and Path(name).is_absolute()
     parts = [part for part in Path(name).parts if part not in ("/", "//", os.pardir)]
     for folder in folders if full and (tails or is_foreign) else ():
         for start in range(len(parts)):
-            if (found := find_file(folder, parts[start:])) is not None:
-                return found
+            if (file := find_file(folder, parts[start:])) is not None:
+                return file
     if inside or not any(map(_is_file, full)):
         return None
     raise UserError(f"{where}: {name!a} is outside of {raw}. Move the file into it, and name it from there.")
@@ -202,15 +202,15 @@ def find_file(folder: Path, parts: Sequence[str]) -> Path | None:
         return path
     if all(part.isascii() for part in parts):
         return None
-    found = [folder]
+    matches = [folder]
     for part in parts:
         same = compose_letters(part)
-        entries = [(one, entry.name) for one in found if one.is_dir() for entry in list_folder(one)]
-        found = [one / name for one, name in entries if compose_letters(name) == same]
-    found = [one for one in found if one.is_file()]
-    if len(found) > 1:
-        raise UserError(f"{found[0]} and {found[1]}: two spellings of one name. Rename one of them.")
-    return found[0] if found else None
+        entries = [(place, entry.name) for place in matches if place.is_dir() for entry in list_folder(place)]
+        matches = [place / name for place, name in entries if compose_letters(name) == same]
+    matches = [place for place in matches if place.is_file()]
+    if len(matches) > 1:
+        raise UserError(f"{matches[0]} and {matches[1]}: two spellings of one name. Rename one of them.")
+    return matches[0] if matches else None
 
 
 def _is_file(path: Path) -> bool:
@@ -238,7 +238,7 @@ def count_by_suffix(paths: Iterable[str]) -> str:
     for path in paths:
         by_suffix.setdefault(Path(path).suffix.lower() or "without ending", []).append(path)
     return ", ".join(
-        f"{len(found)} {suffix} ({join_names(found, most=_MOST_NAMED)})" for suffix, found in sorted(by_suffix.items())
+        f"{len(names)} {suffix} ({join_names(names, most=_MOST_NAMED)})" for suffix, names in sorted(by_suffix.items())
     )
 
 
@@ -258,10 +258,10 @@ def _walk(folder: Path, outer: Set[tuple[int, int]]) -> Iterator[Path]:
 
 
 def check_sources(samples: "Iterable[Sample]") -> "Iterator[tuple[Sample, os.stat_result | None]]":
-    """Yield samples after checking their names and raw files, with what stat(2) says of the file; None without one.
+    """Yield samples after checking their names and raw files, with the stat(2) of the file; None without one.
 
     Costs one `stat` for each sample, of which many run at the same time, and about 150 bytes. Samples may share a raw
-    file. What is refused is a file that a link makes appear in two folders, because its copies would be dealt out to
+    file. A file is refused if a link makes it appear in two folders, because its copies would be dealt out to
     training and test. Hard links, and links with another name, are taken as meant.
 
     Raises:
@@ -273,26 +273,26 @@ def check_sources(samples: "Iterable[Sample]") -> "Iterator[tuple[Sample, os.sta
         while chunk := list(islice(stream, _THREADS * _FILES_PER_TASK)):
             tasks = [chunk[begin : begin + _FILES_PER_TASK] for begin in range(0, len(chunk), _FILES_PER_TASK)]
             stats = pool.map(_stat_sources, tasks)
-            for sample, found in zip(chunk, (one for batch in stats for one in batch), strict=True):
-                if sample.source is not None and found is not None:
+            for sample, status in zip(chunk, (info for batch in stats for info in batch), strict=True):
+                if sample.source is not None and status is not None:
                     path, folder = sample.source, hash(sample.source.parent)
-                    first = folders.setdefault(hash((found.st_dev, found.st_ino, path.name)), folder)
-                    if first != folder and found.st_nlink == 1:
+                    first = folders.setdefault(hash((status.st_dev, status.st_ino, path.name)), folder)
+                    if first != folder and status.st_nlink == 1:
                         raise UserError(
                             f"{path}: reached twice, because a link leads to it or to a folder that contains it, so "
                             "its copies would be in training and test. Remove the link. All links: find RAW -type l"
                         )
-                yield sample, found
+                yield sample, status
 
 
 def _stat_sources(samples: "Sequence[Sample]") -> list[os.stat_result | None]:
     """Check names and raw files; return what stat(2) says of them."""
-    found: list[os.stat_result | None] = []
+    stats: list[os.stat_result | None] = []
     for sample in samples:
         if sample.source is not None:
             _check_name(sample.source)
-        found.append(None if sample.source is None else _check_regular(sample.source))
-    return found
+        stats.append(None if sample.source is None else _check_regular(sample.source))
+    return stats
 
 
 def _collect_files(
@@ -300,7 +300,7 @@ def _collect_files(
     suffixes: Collection[str],
     depth: int | None,
     outer: dict[tuple[int, int], Path],
-    found: list[Path],
+    files: list[Path],
 ) -> None:
     """Add the files of a folder to `found`.
 
@@ -319,17 +319,17 @@ def _collect_files(
                     f"twice. Remove it: rm {shlex.quote(str(path))}"
                 )
             below = None if depth is None else depth - 1
-            _collect_files(path, suffixes, below, outer | {identity: path}, found)
+            _collect_files(path, suffixes, below, outer | {identity: path}, files)
         elif path.suffix.lower() in suffixes:
             _check_name(path)
             if entry.is_link or not entry.is_file:
                 _check_regular(path)
-            found.append(path)
+            files.append(path)
 
 
 def _identify(folder: Path) -> tuple[int, int]:
-    found = folder.stat()
-    return found.st_dev, found.st_ino
+    status = folder.stat()
+    return status.st_dev, status.st_ino
 
 
 def _check_name(path: Path) -> None:
@@ -352,7 +352,7 @@ def _is_utf8(path: Path) -> bool:
 def _check_regular(path: Path) -> os.stat_result:
     """Return what stat(2) says about a file that can be read to its end."""
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         if not path.is_symlink():
             raise UserError(f"{path}: no such file any more. Run the same command again.") from None
@@ -362,9 +362,9 @@ def _check_regular(path: Path) -> os.stat_result:
         ) from None
     except OSError as error:  # a link to itself
         raise UserError(f"{path}: cannot be read ({error.strerror}). Repair or remove it.") from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise UserError(
             f"{path}: is a named pipe, a device or another special file, and reading it may never end. "
             f"Remove it: rm {shlex.quote(str(path))}"
         )
-    return found
+    return status

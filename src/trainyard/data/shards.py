@@ -186,7 +186,7 @@ class ShardSet:
         self._verify_checksums(name, ids, out, owners, when=check_crc)
 
     def refuse_misfits(self, name: str, ids: np.ndarray) -> None:
-        """Raise if the header of a record does not say what the index does: for records that cannot be decoded.
+        """Raise if the header of a record contradicts the index: for records that cannot be decoded.
 
         Raises:
             ShardError: names the first of them.
@@ -232,24 +232,24 @@ class ShardSet:
 
     def _open(self, owner: int) -> "_OpenShard":
         """Return an open shard; of more shards than may be open, the one unused for longest is let go."""
-        found = self._opened.get(owner)
-        if found is not None and not self._are_too_many:
-            return found
+        shard = self._opened.get(owner)
+        if shard is not None and not self._are_too_many:
+            return shard
         with self._opening:
             if not self._opened:
                 self._most_open = allow_open_files(len(self.shards))
-            found = self._opened.pop(owner, None) or _OpenShard(self.shards[owner].path)
-            self._opened[owner] = found  # the last one is the one used last
+            shard = self._opened.pop(owner, None) or _OpenShard(self.shards[owner].path)
+            self._opened[owner] = shard  # the last one is the one used last
             if len(self._opened) > self._most_open:
                 del self._opened[next(iter(self._opened))]
-            return found
+            return shard
 
     @property
     def _are_too_many(self) -> bool:
         return self._most_open < len(self.shards)
 
     def _map_arrays(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the records of a name in all shards, and for each shard what to add to ids to have their rows there.
+        """Return the records of a name in all shards, and for each shard the offset from ids to their rows there.
 
         None: they cannot be mapped as one array.
         """
@@ -307,12 +307,12 @@ def find_file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) ->
     """
     if not mounts.is_file():
         return "unknown"
-    found, kind = Path("/"), "unknown"
+    mount, kind = Path("/"), "unknown"
     for line in mounts.read_text().splitlines():
         before, _, after = line.partition(" - ")
         point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), before.split()[4]))
-        if path.resolve().is_relative_to(point) and point.is_relative_to(found):
-            found, kind = point, after.split()[0]
+        if path.resolve().is_relative_to(point) and point.is_relative_to(mount):
+            mount, kind = point, after.split()[0]
     return kind
 
 
@@ -332,18 +332,18 @@ def verify(folder: Path, progress: Callable[[int], object] = lambda bytes_read: 
                 yield Damage(shard.path, "the file", "missing")
                 continue
             refuse_link_out(shard)
-            found = shard.path.stat().st_size
-            if found != shard.size_bytes:
-                yield Damage(shard.path, "the file", f"{found} bytes, expected {shard.size_bytes}")
-            content = np.memmap(shard.path, dtype=np.uint8, mode="r") if found else np.empty(0, dtype=np.uint8)
+            size = shard.path.stat().st_size
+            if size != shard.size_bytes:
+                yield Damage(shard.path, "the file", f"{size} bytes, expected {shard.size_bytes}")
+            content = np.memmap(shard.path, dtype=np.uint8, mode="r") if size else np.empty(0, dtype=np.uint8)
             any_record = False
             for damage in _find_damaged_records(shard, index.records, keys, content):
                 any_record = True
                 yield damage
-            is_whole = found != shard.size_bytes or hashlib.sha256(content.data).hexdigest() == shard.sha256
+            is_whole = size != shard.size_bytes or hashlib.sha256(content.data).hexdigest() == shard.sha256
             if not any_record and not is_whole:
                 yield Damage(shard.path, "the file", "its description is damaged; every record in it is intact")
-            progress(found)
+            progress(size)
 
 
 def _find_damaged_records(
@@ -370,12 +370,12 @@ def check_size(shard: Shard) -> None:
     if not shard.path.is_file():
         raise ShardError(f"{shard.path}: missing, but the index lists it. Copy it again, or pack the data again.")
     refuse_link_out(shard)
-    found = shard.path.stat().st_size
-    if found != shard.size_bytes:
+    size = shard.path.stat().st_size
+    if size != shard.size_bytes:
         raise ShardError(
-            f"{shard.path}: {found} bytes, the index says {shard.size_bytes}: the file is "
-            f"{'cut off' if found < shard.size_bytes else 'not the one packed'}. "
-            "Copy it again, or delete it and pack again. List what is lost: "
+            f"{shard.path}: {size} bytes, the index says {shard.size_bytes}: the file is "
+            f"{'cut off' if size < shard.size_bytes else 'not the one packed'}. "
+            "Copy it again, or delete it and pack again. List the lost records: "
             f"trainyard verify {quote_path(shard.path.parent)}"
         )
 

@@ -1,4 +1,4 @@
-"""Decodes whole recordings while packing, so that what is broken, or has no level, is found before training."""
+"""Decodes whole recordings while packing, so that a broken or silent one is found before training."""
 
 import io
 import re

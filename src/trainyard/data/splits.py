@@ -16,7 +16,7 @@ _TRAIN = "train"
 
 
 class Samples(Protocol):
-    """What a data set says of its samples without opening one: an index, or shards."""
+    """Columns of a data set that are known without opening a sample: an index, or shards."""
 
     @property
     def count(self) -> int: ...
@@ -40,26 +40,26 @@ def find_splits(pack: ModuleType, data: Samples, config: TrainConfig) -> "dict[s
     where, count = f"{pack.__file__}: splits", data.count
     returned = pack.splits(data.columns, data.vocabulary, config)
     named = require_mapping(pack.splits, returned, "the sample ids of each set, (n,) int64, by its name")
-    found = {name: np.asarray(ids) for name, ids in named.items()}
-    if _TRAIN not in found:
-        raise ContractError(f"{where}: expected a set 'train', found {join_names(list(found)) or 'none'}.")
-    for name, ids in found.items():
+    splits = {name: np.asarray(ids) for name, ids in named.items()}
+    if _TRAIN not in splits:
+        raise ContractError(f"{where}: expected a set 'train', found {join_names(list(splits)) or 'none'}.")
+    for name, ids in splits.items():
         if ids.shape == (0,):
-            found[name] = ids = ids.astype(np.int64)
+            splits[name] = ids = ids.astype(np.int64)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ContractError(f"{where}: '{name}' is {ids.dtype} {ids.shape}; expected sample ids, int64 (n,).")
         if ids.size and not 0 <= ids.min() <= ids.max() < count:
             wrong = next(i for i in ids.tolist() if not 0 <= i < count)
             raise ContractError(f"{where}: '{name}' has the id {wrong}, but the samples are 0 .. {count - 1}.")
     trains = np.zeros(count, dtype=bool)
-    trains[found[_TRAIN]] = True
-    for name in found.keys() - {_TRAIN}:
-        ids = found[name]
+    trains[splits[_TRAIN]] = True
+    for name in splits.keys() - {_TRAIN}:
+        ids = splits[name]
         if shared := int(trains[ids].sum()):
             raise ContractError(
-                f"{where}: {shared} of the {len(ids)} ids in '{name}' are in 'train', too, so its scores would be too "
+                f"{where}: {shared} of the {len(ids)} ids in '{name}' are also in 'train', so its scores would be too "
                 "good. A sample is in one set."
             )
         if len(np.unique(ids)) < len(ids):
             raise ContractError(f"{where}: ids are repeated in '{name}'. Only 'train' may repeat them, to oversample.")
-    return {name: ids.astype(np.int64, copy=False) for name, ids in found.items()}
+    return {name: ids.astype(np.int64, copy=False) for name, ids in splits.items()}

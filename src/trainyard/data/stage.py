@@ -49,7 +49,7 @@ class Staged:
 
 
 class _NoCopy(Exception):
-    """A copy is impossible; the message says why."""
+    """A copy is impossible; the message has the reason."""
 
 
 class _Stopped(_NoCopy):
@@ -262,7 +262,7 @@ def _copy_file(path: Path, sha256: str, into: Path, cancelled: threading.Event) 
     if digest.hexdigest() != sha256 and not cancelled.is_set():
         raise ShardError(
             f"{path}: is damaged: its SHA-256 differs from {INDEX}. Not copied to {into.parent}. "
-            f"List what is lost: trainyard verify {quote_path(path.parent)}"
+            f"List the lost records: trainyard verify {quote_path(path.parent)}"
         )
     return read_s
 

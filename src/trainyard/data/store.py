@@ -1,7 +1,7 @@
 """Stores images as the model's input: option `packing.store`.
 
 Where loading does nothing to an image but crop a fixed region, resize it and mirror it, packing can do the first two
-once: a batch is then the same, bit by bit, for a fraction of the work. What is stored are the pixels of the reference
+once: a batch is then the same, bit by bit, for a fraction of the work. Stored are the pixels of the reference
 decoder (`decode_cpu.py`); mirroring, warping and levels are still drawn for each epoch.
 """
 
@@ -31,7 +31,7 @@ _PNG_COLOR = {1: 0, 3: 2}  # colour type by channels
 
 @dataclass(frozen=True)
 class JpegStore:
-    """How packing encodes images again, with losses. Its fields are part of what identifies packed data."""
+    """Options of encoding images again, with losses. Its fields are part of the identity of packed data."""
 
     longest_side_px: int  # 0: no image is scaled
     quality: int
@@ -51,7 +51,7 @@ class JpegStore:
 
 @dataclass(frozen=True)
 class InputStore:
-    """How packing resizes images. Its fields are part of what identifies packed data."""
+    """Options of resizing images. Its fields are part of the identity of packed data."""
 
     kind: str  # of the records: INPUT_PNG or INPUT_RAW
     height_px: int
@@ -111,7 +111,7 @@ def read_store(meta: Mapping[str, Any]) -> Store | None:
 
 
 def name_store(records: Mapping[str, Records], meta: Mapping[str, Any]) -> str:
-    """Return what to write after `packing.store=` to store images as in some packed data."""
+    """Return the value of `packing.store=` that stores images as in some packed data."""
     if JPEG in meta:
         return " ".join([JPEG, *(f"packing.{name}={value}" for name, value in meta[JPEG].items())])
     return records[IMAGE].kind if has_inputs(records) else KEEP

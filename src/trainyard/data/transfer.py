@@ -1,4 +1,4 @@
-"""Copies to a GPU on a stream of their own, alongside the model's kernels, and what must wait for what."""
+"""Copies to a GPU on a separate stream, alongside the model's kernels, and makes each stream wait where it must."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ class CopyStream:
     """A CUDA stream on which a loader copies.
 
     On the stream that computes, a copy would wait behind everything that is queued there, and so would whoever owns its
-    source and wants to use that memory again. What is copied here, the model may use only after `hand_over`.
+    source and wants to use that memory again. The model may use a copy only after `hand_over`.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 The packing process forks nothing itself: its other threads may hold locks. It starts one process, which has no other
 thread, and which forks the workers once everything is loaded. So libraries are loaded once, and take memory once.
-Each worker has a pipe of its own to the packing process. There are no locks and no named semaphores, so a kill leaves
+Each worker has a pipe to the packing process. There are no locks and no named semaphores, so a kill leaves
 nothing behind.
 """
 
@@ -28,7 +28,7 @@ from trainyard.data.write_shard import ShardTask, WrittenShard, locate_load, wri
 from trainyard.errors import ContractError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
-"""What a terminal and Slurm send to the whole tree: the packing process decides what follows."""
+"""Signals that a terminal and Slurm send to the whole tree: the packing process decides what follows."""
 
 _PROGRESS_S = 0.1  # between two reports of a worker
 _WAIT_S = 0.2  # between two calls of `progress`, at most

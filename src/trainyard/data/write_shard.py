@@ -72,7 +72,7 @@ class _Blob:
 class _JoinedBlobs:
     """The records of variable length of one name, whose bytes are copied one after the other.
 
-    Into maps of their own: between the buffers of decoding, records leave gaps that neither fills again. 128 MiB of
+    Into separate maps: between the buffers of decoding, records leave gaps that neither fills again. 128 MiB of
     uncompressed images took 223 MiB then, and 440 once the worker wrote its next shard.
     """
 
@@ -99,7 +99,7 @@ class _JoinedBlobs:
 
     def get_parts(self) -> list[memoryview]:
         """Return all bytes, in parts that follow each other."""
-        return [memoryview(one)[: one.tell()] for one in self._maps]
+        return [memoryview(memory)[: memory.tell()] for memory in self._maps]
 
 
 @dataclass(frozen=True)
@@ -163,16 +163,16 @@ def _check_jpeg(data: bytes) -> None:
 def _check_png(data: bytes) -> None:
     """Refuse a PNG whose compressed rows end before the image does: Pillow leaves the rest black."""
     width, height, depth, colour, _, _, interlaced = struct.unpack_from(">IIBBBBB", data, 16)
-    bits, at, rows, found = depth * _PNG_CHANNELS[colour], 8, zlib.decompressobj(), 0
+    bits, at, rows, inflated = depth * _PNG_CHANNELS[colour], 8, zlib.decompressobj(), 0
     grids = _ADAM7 if interlaced else ((0, 0, 1, 1),)
     sizes = ((-((x - width) // step_x), -((y - height) // step_y)) for x, y, step_x, step_y in grids)
     expected = sum(high * (1 + (wide * bits + 7) // 8) for wide, high in sizes if wide > 0 and high > 0)
-    while at + 8 <= len(data) and found < expected:
+    while at + 8 <= len(data) and inflated < expected:
         size, kind = struct.unpack_from(">I4s", data, at)
         if kind == b"IDAT":
-            found += len(rows.decompress(data[at + 8 : at + 8 + size], expected - found))
+            inflated += len(rows.decompress(data[at + 8 : at + 8 + size], expected - inflated))
         at += 12 + size
-    if found < expected:
+    if inflated < expected:
         raise BadRecord("truncated: its data end before the image does")
 
 
@@ -248,9 +248,9 @@ def _check_loaded(sample: Sample, loaded: Any, first: Loaded) -> None:
                 "its pixels as an array."
             )
         if not (form := _describe_form(value)):
-            found = describe_value(value) if isinstance(value, np.ndarray) else type(value).__name__
+            kind = describe_value(value) if isinstance(value, np.ndarray) else type(value).__name__
             raise ContractError(
-                f"{where}: '{name}' is {found}; expected an image's bytes, a NumPy array of numbers, Ragged, Audio, a "
+                f"{where}: '{name}' is {kind}; expected an image's bytes, a NumPy array of numbers, Ragged, Audio, a "
                 "number or text."
             )
         other = first.get(name, value)
@@ -264,7 +264,7 @@ def _check_loaded(sample: Sample, loaded: Any, first: Loaded) -> None:
 
 
 def _describe_form(value: Any) -> str:
-    """Say what all samples must have in common in a record or a column; "" if it cannot be packed."""
+    """Describe the form that all samples must share in a record or a column; "" if it cannot be packed."""
     if isinstance(value, np.ndarray):
         return f"an array {value.shape}" if value.dtype.name in NUMBERS else ""
     if isinstance(value, Ragged):
@@ -276,12 +276,12 @@ def _describe_form(value: Any) -> str:
         is_pcm = isinstance(pcm, np.ndarray) and pcm.dtype == np.int16 and pcm.ndim == 1
         return "Audio of a file" if isinstance(pcm, bytes) else "Audio of samples" if is_pcm else ""
     kinds = {bytes: "bytes of an image", str: "text"}
-    named = next((said for kind, said in kinds.items() if isinstance(value, kind)), "")
+    named = next((name for kind, name in kinds.items() if isinstance(value, kind)), "")
     return named or ("a number" if isinstance(value, int | float | np.number | np.bool_) else "")
 
 
 def _describe_error(error: Exception) -> str:
-    """Say why a sample is bad; of an error that no loader expects also the place in the code."""
+    """Explain why a sample is bad; for an error that no loader expects, add the place in the code."""
     if isinstance(error, BadRecord | OSError):
         return str(error) or type(error).__name__
     return f"{type(error).__name__}: {error} ({find_place(error)})"
@@ -442,8 +442,8 @@ def _describe_records(
     created.set_fill_time(h5d.FILL_TIME_NEVER)
     created.set_obj_track_times(False)
     space = h5s.create_simple(shape)
-    made = h5d.create(group.id, name.encode(), h5t.py_create(dtype, logical=True), space, created)
-    start = made.get_offset() or 0  # None if all records are empty
+    dataset = h5d.create(group.id, name.encode(), h5t.py_create(dtype, logical=True), space, created)
+    start = dataset.get_offset() or 0  # None if all records are empty
     group["start"] = start + np.cumsum(size) - size
     group["size"] = size
     group["crc"] = np.array(checksums, dtype=np.uint32)

@@ -9,7 +9,7 @@
 #         TRAINYARD_RUN (folder), TRAINYARD_LIMITS ("crash=2 time_limit=100 ..."), TRAINYARD_SIGNAL_S, SLURM_*
 #         TRAINYARD_REQUEUE_S (how long to ask a Slurm that does not answer)
 #         TRAINYARD_TASK ("packing" if the ranks only pack data; else not set)
-#         TRAINYARD_ON_END (what to run when the run has ended and does not start again; may be empty)
+#         TRAINYARD_ON_END (command to run when the run has ended and does not start again; may be empty)
 #         slurm/left-<attempt> (the exit code the ranks agreed on), slurm/signal-<attempt> (the first signal they got),
 #         slurm/progress-<attempt> (exists if they packed or staged data), slurm/started-<attempt> (exists if the site's
 #         lines came to their end), slurm/cancelled
@@ -24,7 +24,7 @@ ty_attempt=${SLURM_RESTART_COUNT:-0}
 ty_folder=$TRAINYARD_RUN/slurm
 ty_log=$ty_folder/attempts.jsonl
 export TRAINYARD_ATTEMPT=$ty_job_id-$ty_attempt
-umask g-w,o-w # only the owner of a run can change what this script and the ranks write
+umask g-w,o-w # only the owner of a run can change files of this script and the ranks
 
 ty_begin() {
     if ! mkdir -p "$ty_folder" || ! touch "$ty_log" || ! ty_has_room; then
@@ -193,7 +193,7 @@ ty_move_dependants() { # SUCCESSOR: what waits for this Slurm job to end well wa
     done < <(ty_ask squeue '%A %E' -t PENDING -u "$(id -un)")
 }
 
-ty_cancel_unnamed() { # SCRIPT: the successor that sbatch submitted although no id can be read from what it said
+ty_cancel_unnamed() { # SCRIPT: the successor that sbatch submitted although its output has no readable id
     local id wanted script
     while read -r id wanted script; do
         [[ $wanted != *"afterany:$ty_job_id("* || $script != "$1" ]] || scancel "$id"
@@ -204,7 +204,7 @@ ty_ask() { # COMMAND FORMAT OPTIONS...: what squeue or sinfo prints, without the
     "$1" -h -o "trainyard $2" "${@:3}" | sed -n 's/^trainyard //p'
 }
 
-ty_submit() { # sbatch ARGUMENTS: without what this Slurm job's own variables would say about the new one
+ty_submit() { # sbatch ARGUMENTS: without this Slurm job's own variables, which would change the new one
     (
         config=${SLURM_CONF-}
         unset "${!SLURM_@}" "${!SBATCH_@}" "${!SRUN_@}"
@@ -302,7 +302,7 @@ ty_is_limit_near() { # Slurm's warning comes up to a minute early
     [ -n "$ends" ] && [ $((ends - $(date +%s))) -le $((TRAINYARD_SIGNAL_S + 90)) ]
 }
 
-ty_describe_exit() { # CODE: with what the first rank that failed said, or else srun
+ty_describe_exit() { # CODE: with the message of the first rank that failed, or else of srun
     local said
     said=$(cat "$TRAINYARD_RUN/errors/$TRAINYARD_ATTEMPT"-rank*.json 2>/dev/null | sed -n 's/\\[nt]/ /g; s/^  "message": "\(.*\)",$/\1/p' | head -n 1)
     [[ -n $said || ! $1 =~ ^(2|127)$ ]] || said=$(ty_find_missing)
@@ -316,11 +316,11 @@ ty_describe_exit() { # CODE: with what the first rank that failed said, or else 
     fi
 }
 
-ty_list_errors() { # the files in which ranks recorded errors of their own that ended them
+ty_list_errors() { # the files in which ranks recorded their own fatal errors
     grep -sLE '"cause": "(lost_peer|device_oom)"' "$TRAINYARD_RUN/errors/$TRAINYARD_ATTEMPT"-rank*.json
 }
 
-ty_is_misused() { # whether srun said that it does not know an option: it would say so again
+ty_is_misused() { # whether srun said that it does not know an option: it would fail again
     [[ $(ty_read_srun) =~ (unrecognized|unknown|invalid|ambiguous)\ option|option\ .*\ (requires|doesn) ]]
 }
 
@@ -336,7 +336,7 @@ ty_read_srun() { # the last that srun said in this attempt
     ty_read_log "$ty_attempt" | sed -nE 's/^srun: (error: )?//p' | tail -n 1
 }
 
-ty_read_log() { # ATTEMPT: what the batch script and the programs that it started wrote in that attempt
+ty_read_log() { # ATTEMPT: output of the batch script and its programs in that attempt
     sed -n "/^trainyard: attempt $ty_job_id-$1 on /,/^trainyard: attempt $ty_job_id-$(($1 + 1)) on /p" \
         "${BASH_SOURCE[0]%/*}/${ty_job_id}_0_log.err" 2>/dev/null
 }
@@ -365,7 +365,7 @@ ty_stop() { # ATTEMPT CODE CAUSE REASON
     exit "$2"
 }
 
-ty_tell() { # CAUSE REASON: run the site's command; whatever it does, this end stays what it is
+ty_tell() { # CAUSE REASON: run the site's command; whatever it does, this end stays the same
     [ "$1" != done ] || [ -z "${TRAINYARD_TASK-}" ] || return 0 # its training follows
     TRAINYARD_CAUSE=$1 TRAINYARD_REASON=$2 timeout 60 bash -c "$TRAINYARD_ON_END" \
         || echo "trainyard: on_end of the cluster file: exit code $?" >&2

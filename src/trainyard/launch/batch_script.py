@@ -1,4 +1,4 @@
-"""Renders what a submission hands to submitit: the options of sbatch, the commands around srun, and what srun starts.
+"""Renders a submission for submitit: the options of sbatch, the commands around srun, and the command that srun starts.
 
 Every value reaches the shell quoted, except the lines of shell code that a cluster file contains for that purpose.
 """
@@ -19,7 +19,7 @@ from trainyard.plan.resources import Code, Plan
 
 @dataclass(frozen=True)
 class Turn:
-    """What a Slurm job does, and which others come before it."""
+    """A Slurm job's role, and the jobs that come before it."""
 
     only_packs: bool = False  # it packs the data of its run, which another job trains on
     after_done: tuple[str, ...] = ()  # Slurm jobs that must end well before it starts
@@ -33,7 +33,7 @@ class Turn:
 
     @property
     def end_if_impossible(self) -> dict[str, str]:
-        """The option that makes Slurm cancel a job whose turn can never come; without it, it would wait for ever."""
+        """The option that makes Slurm cancel a job whose turn can never come; without it, the job would stay queued."""
         return {"kill-on-invalid-dep": "yes"} if self.after_done else {}
 
 
@@ -71,7 +71,7 @@ def build_parameters(
 
 
 def _build_request(plan: Plan, turn: Turn) -> dict[str, Any]:
-    """Return what is requested of sbatch and srun."""
+    """Return the options of sbatch and srun."""
     cluster, kind, options = plan.cluster, plan.kind, plan.options
     stated = {name: value for name, value in options.items() if name in ("reservation", "comment")}
     return {
@@ -92,14 +92,14 @@ def _build_request(plan: Plan, turn: Turn) -> dict[str, Any]:
             **stated,
             **turn.end_if_impossible,
         },
-        # The ranks need what this script exports, also where the site or the cluster file has sbatch export nothing.
+        # The ranks need this script's exports, also where the site or the cluster file has sbatch export nothing.
         "srun_args": ["--export=ALL", "--kill-on-bad-exit=1", *build_pyxis_args(plan), *cluster.srun_args],
     }
 
 
 def _render_setup(plan: Plan, code: Code) -> list[str]:
     """Return the shell lines that every task needs before its ranks start."""
-    wait_for_ranks = "trap : TERM"  # they get it too; said twice, because the site's lines may set traps of their own
+    wait_for_ranks = "trap : TERM"  # they also get it; set twice, because the site's lines may set traps
     return [
         wait_for_ranks,
         *plan.cluster.setup,
@@ -123,7 +123,7 @@ def request_gpus(plan: Plan) -> dict[str, str]:
 
 
 def _render_node_setup(plan: Plan) -> list[str]:
-    """Return the shell line that runs `node_setup` once on every node, as a step of its own before the ranks'."""
+    """Return the shell line that runs `node_setup` once on every node, as a separate step before the ranks'."""
     if not plan.cluster.node_setup:
         return []
     step = f"srun --export=ALL --nodes={plan.nodes} --ntasks={plan.nodes} --ntasks-per-node=1 --kill-on-bad-exit=1"

@@ -21,15 +21,15 @@ from trainyard.runs.status import Status, describe_state, format_resume_command,
 
 
 def cancel(runs: Sequence[Path]) -> list[str]:
-    """Cancel runs and return one line per run that says what was done. Checkpoints stay, so runs can be resumed.
+    """Cancel runs and return the outcome, one line per run. Checkpoints stay, so runs can be resumed.
 
     Raises:
         UserError: none of the runs is active, or one cannot be reached from here; then none was cancelled.
     """
-    found, _ = read_statuses(runs)
-    active = [status for status in found if status.state in ACTIVE]
+    statuses, _ = read_statuses(runs)
+    active = [status for status in statuses if status.state in ACTIVE]
     if not active:
-        states = ", ".join(f"{format_run_name(status.run)} is {describe_state(status)}" for status in found[:5])
+        states = ", ".join(f"{format_run_name(status.run)} is {describe_state(status)}" for status in statuses[:5])
         raise UserError(f"Nothing to cancel: {states}. List the active runs: trainyard status")
     if unavailable_reasons := [status.slurm_unavailable_reason for status in active if status.slurm_unavailable_reason]:
         raise UserError(
@@ -40,7 +40,7 @@ def cancel(runs: Sequence[Path]) -> list[str]:
     for owner in local:
         with contextlib.suppress(ProcessLookupError):  # it has exited in the meantime
             os.kill(owner.pid, signal.SIGINT)
-    return [_describe_outcome(status) for status in found]
+    return [_describe_outcome(status) for status in statuses]
 
 
 def _find_local_owner(status: Status) -> Owner:
@@ -76,28 +76,28 @@ def _cancel_in_slurm(submitted: Sequence[Status]) -> None:
 
 
 def _list_own_jobs(status: Status) -> list[str]:
-    """Return the Slurm jobs of a run, without one that packs data for other runs, too."""
+    """Return the Slurm jobs of a run, without one that also packs data for other runs."""
     jobs = status.snapshot.slurm_job_ids
     return jobs if find_named_run(status.snapshot.submission, "packing_run") is None else jobs[-1:]
 
 
 def _find_unwanted_packing(cancelled: Sequence[Path]) -> dict[Path, str]:
     """Return the folders and Slurm jobs that pack data for sweeps of which no run will be left to train on them."""
-    found: dict[Path, str] = {}
+    jobs: dict[Path, str] = {}
     for run in cancelled:
         snapshot = read_run(run)
         folder = find_named_run(snapshot.submission, "packing_run")
-        if folder is None or folder in found or len(snapshot.slurm_job_ids) < 2:
+        if folder is None or folder in jobs or len(snapshot.slurm_job_ids) < 2:
             continue
         sweep = sweep_file.load(str(folder.parents[1]), folder.parents[3])
         others = (read_run(element.run) for element in sweep.elements if element.run not in cancelled)
         if not any(snapshot.slurm_job_id in other.slurm_job_ids for other in others):
-            found[folder] = snapshot.slurm_job_id
-    return found
+            jobs[folder] = snapshot.slurm_job_id
+    return jobs
 
 
 def _describe_outcome(before: Status) -> str:
-    """Say what was done to a run, given its status before."""
+    """Describe the outcome for a run, given its status before."""
     name = format_run_name(before.run)
     if before.state not in ACTIVE:
         return f"{name}: is {describe_state(before)}, so there is nothing to cancel."

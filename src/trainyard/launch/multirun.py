@@ -65,7 +65,7 @@ def run_multirun(
     Raises:
         UserError: there is no such job.
     """
-    configs.compose(job, [], jobs_dir)  # reports what is wrong with the job in our words
+    configs.compose(job, [], jobs_dir)  # reports an error of the job in our words
     preset = find_jobs(jobs_dir)[job].resolve()
     configs.register_options(load_family(jobs_dir, preset.parent.name, "config").Config)
     family, jobs_dir, runs_dir = preset.parent.name, jobs_dir.resolve(), runs_dir.resolve()

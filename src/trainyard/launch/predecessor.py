@@ -17,17 +17,17 @@ class Predecessor:
     job: str  # Slurm job that trains it, the newest if successors continue it; "": it is done
 
     def describe(self) -> str:
-        """Say when the run that follows starts."""
+        """Describe when the run that follows starts."""
         if not self.job:
             return f"{self.run} is done, so this starts at once"
         return f"{self.run} (Slurm job {self.job}): starts when it is done; if it ends otherwise, Slurm cancels this"
 
 
 def find_predecessor(run: Path) -> Predecessor:
-    """Return what a new run has to wait for in order to follow this one.
+    """Return the run that a new run waits for in order to follow it.
 
     Raises:
-        UserError: the run is not done, and Slurm cannot wait for it; says why, and what to type.
+        UserError: the run is not done, and Slurm cannot wait for it; has the reason and the next command.
     """
     (status,), _ = read_statuses([run])
     name, reached = f"--after {format_run_name(run)}", describe_state(status)

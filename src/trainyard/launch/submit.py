@@ -126,7 +126,7 @@ def snapshot_code(jobs_dir: Path, into: Path) -> Code:
             f"submission copies this, so it should hold only code: at most {_CODE_LIMIT_MIB} MiB. Largest: {largest}. "
             "Move data out of it."
         )
-    if secret := next((found for place in (jobs_dir, *imported) for found in find_secrets(place)), None):
+    if secret := next((text for place in (jobs_dir, *imported) for text in find_secrets(place)), None):
         raise UserError(
             f"{secret.place.removesuffix(':0')}: is or contains {secret.kind}, and each submission copies {jobs_dir} "
             "into its run folder. Keep secrets elsewhere, in a file that only you can read, and have `setup` in the "
@@ -155,16 +155,16 @@ def _is_left_out(name: str) -> bool:
 def find_imported_packages(jobs_dir: Path) -> list[Path]:
     """Return the packages and modules next to the families' folder that the families import, or those do."""
     families = jobs_dir.resolve()
-    found: dict[Path, None] = {}
+    folders: dict[Path, None] = {}
     waiting = [path for path in families.rglob("*.py") if not path.name.startswith(("test_", "conftest"))]
     while waiting:
         for name in _list_imported(waiting.pop()) - {families.name, _PACKAGE.name}:
             folder, module = families.parent / name, families.parent / f"{name}.py"
             place = folder if folder.is_dir() else module if module.is_file() else None
-            if place is not None and place not in found:
-                found[place] = None
+            if place is not None and place not in folders:
+                folders[place] = None
                 waiting += place.rglob("*.py") if place.is_dir() else [place]
-    return sorted(found)
+    return sorted(folders)
 
 
 def _list_imported(path: Path) -> set[str]:
@@ -277,10 +277,10 @@ def _call_sbatch(
 
         @staticmethod
         def _get_job_id_from_submission_command(string: str | bytes) -> str:  # submitit's takes the first "job N"
-            said = string if isinstance(string, str) else string.decode(errors="replace")
-            if not (ids := re.findall(r"^Submitted batch job (\d+)", said, re.MULTILINE)):
+            text = string if isinstance(string, str) else string.decode(errors="replace")
+            if not (ids := re.findall(r"^Submitted batch job (\d+)", text, re.MULTILINE)):
                 slurm.cancel_scripts(folder)
-                raise FailedSubmissionError(f"sbatch: no id of a job is in what it said: {said}")
+                raise FailedSubmissionError(f"sbatch: its output has no id of a job: {text}")
             return str(ids[-1])
 
     executor = RankExecutor(folder)
@@ -325,7 +325,7 @@ def submit_locally(run: Path, *, ranks: int, gpus: int, time_min: int, code: Cod
 def settle_end(ended: Status) -> None:
     """Release the lock of a run whose Slurm job has ended, and record an end that only Slurm and `status` tell so far.
 
-    An attempt that Slurm ends records nothing, and the next submission of its run hides what was known about it.
+    An attempt that Slurm ends records nothing, and the next submission of its run hides its known end.
     """
     release(ended.run)
     newest = ended.newest_attempt

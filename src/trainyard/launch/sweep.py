@@ -103,7 +103,7 @@ def name_run(sweep: str, index: int) -> str:
 
 
 def name_packing_run(folder: Path, job: str) -> Path:
-    """Return where the Slurm job that packs the data of a sweep records what it does; it is a run that only packs."""
+    """Return the folder in which the Slurm job that packs the data of a sweep records; it is a run that only packs."""
     return find_free_name(folder / job / "packing")
 
 
@@ -137,7 +137,7 @@ def create(
         root: folder of all runs.
         name: name of the sweep; None: job and time. Run names are this name followed by their index.
         environ: environment variables; a run records a few known ones.
-        request: what was requested of Slurm for each run.
+        request: resources requested of Slurm for each run.
         group: as for `create_run`.
 
     Raises:
@@ -170,12 +170,12 @@ def create_runs(
     elements: Sequence[Element], new: Sequence[NewRun], *, environ: Mapping[str, str], group: str = ""
 ) -> None:
     """Create the runs of some elements of a sweep; after an error there is none of them."""
-    origin, made = Origin.collect(environ), []
+    origin, folders = Origin.collect(environ), []
     create_common_folder(elements[0].run.parent, group=group)
 
     def create(element: Element, run: NewRun) -> None:
         root, name = element.run.parents[1], element.run.name
-        made.append(write_run(root, run.config, name=name, origin=origin, chosen=run.chosen, group=group))
+        folders.append(write_run(root, run.config, name=name, origin=origin, chosen=run.chosen, group=group))
 
     pool = ThreadPoolExecutor(DISK_THREADS)
     try:
@@ -184,7 +184,7 @@ def create_runs(
                 pass
     except BaseException:
         pool.shutdown(cancel_futures=True)
-        for created in made:
+        for created in folders:
             shutil.rmtree(created, ignore_errors=True)
         raise
     pool.shutdown()
@@ -224,7 +224,7 @@ def discard(sweep: Sweep) -> None:
     shutil.rmtree(sweep.folder)
 
 
-# What varies
+# The values of a sweep
 
 
 def _split_words(text: str) -> Iterator[str]:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 FEW_BATCHES = 4
-"""With fewer global batches in the training set, the run says how many steps it takes."""
+"""With fewer global batches in the training set, the run logs its number of steps."""
 
 FEW_TRIALS = 30
 """Fewer validation samples cannot show an error rate below a tenth: `scoring.compute_smallest_rate`."""
@@ -125,7 +125,7 @@ def _warn_of_batch(
     *,
     samples: int,
 ) -> None:
-    """Say what a batch is too large or too small for, and record over how many samples batch statistics are."""
+    """Warn of a batch that is too large or too small, and record the number of samples behind batch statistics."""
     from trainyard.train.data_parallel import FEW_SAMPLES, describe_batch_statistics
 
     if config.global_batch_size > samples:
@@ -134,20 +134,20 @@ def _warn_of_batch(
             config.global_batch_size,
             samples,
         )
-    found = describe_batch_statistics(
+    statistics = describe_batch_statistics(
         module,
         micro_batch_size=choices["micro_batch_size"].value,
         world_size=world.world_size,
         sync_batchnorm=choices["sync_batchnorm"].value,
     )
-    if found is not None:
-        record_choices(run, {"batch_statistics": found})
-        if found.value < FEW_SAMPLES:
-            logger.warning("{}", found.reason)
+    if statistics is not None:
+        record_choices(run, {"batch_statistics": statistics})
+        if statistics.value < FEW_SAMPLES:
+            logger.warning("{}", statistics.reason)
 
 
 def warn_of_few_samples(config: TrainConfig, sizes: Mapping[str, int], jobs_dir: Path) -> None:
-    """Say what a small data set cannot do: give many steps, or tell checkpoints apart."""
+    """Warn that a small data set gives few steps, or cannot tell checkpoints apart."""
     from trainyard.scoring import compute_smallest_rate  # loads NumPy
     from trainyard.train.run_context import TRAIN, VALIDATION, compute_total_steps
 
@@ -165,7 +165,7 @@ def warn_of_few_samples(config: TrainConfig, sizes: Mapping[str, int], jobs_dir:
     if 0 < validation < FEW_TRIALS:
         logger.warning(
             "the validation set has {} samples: without any error they show an error rate below {:.0%} at best (rule "
-            "of 3, ISO/IEC 19795-1), so the checkpoint that is best on them may only be lucky. How they are chosen: "
+            "of 3, ISO/IEC 19795-1), so the checkpoint that is best on them may only be lucky. To choose them: "
             "trainyard options {}{}",
             validation,
             compute_smallest_rate(validation),
@@ -180,7 +180,7 @@ def _choose_settings(
     """Choose what depends on this machine alone, and set this process's switches and threads accordingly.
 
     Raises:
-        UserError: the config asks for what this machine cannot do.
+        UserError: this machine cannot do something that the config asks for.
     """
     from trainyard.train import distributed, precision
 
@@ -254,7 +254,7 @@ def _refuse_unusable_device(sm: int | None, world: World, environ: Mapping[str, 
 
 
 def _set_compile_cache(environ: Mapping[str, str], device: "torch.device") -> Choice[Any]:
-    """Make torch.compile keep its code in this user's own folder, and load from it what it finds."""
+    """Make torch.compile keep its code in this user's folder, and load it from there."""
     import torch
 
     cache = compile_cache.choose_cache(

@@ -19,7 +19,7 @@ _SCRATCH = "TRAINYARD_SCRATCH"
 def choose_cache(environ: Mapping[str, str], *, card: str | None, torch_version: str, attempt: str) -> Choice[Path]:
     """Return the folder in which torch.compile keeps its code for later attempts and runs, and the reason.
 
-    What is in it is executed, so only this user can write to it, and no run folder has a say in where it is. Each
+    Its content is executed, so only this user can write to it, and no run folder decides where it is. Each
     card, torch and Python has its own; without a card each kind of CPU, whose vector instructions the code uses.
 
     Args:

@@ -48,12 +48,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankTask:
-    """What submitit starts of a submitted run: a rank, or the launcher of all. Everything else is in the run folder."""
+    """The task that submitit starts: a rank, or the launcher of all. Everything else is in the run folder."""
 
     run: Path
     jobs: Path
     since: float = 0.0  # start of all ranks, seconds since the epoch; 0: each rank's own
-    only_packs: bool = False  # without training: a Slurm job of its own, before the GPUs are requested
+    only_packs: bool = False  # without training: a separate Slurm job, before the GPUs are requested
     ranks_here: int = 1  # more: this task is no rank, but starts so many on its machine
 
     def __call__(self) -> None:
@@ -87,7 +87,7 @@ class RankTask:
 
 @dataclass(frozen=True)
 class RankContext:
-    """What the parts of one rank's attempt share."""
+    """State that the parts of one rank's attempt share."""
 
     run: Path
     jobs: Path
@@ -120,7 +120,7 @@ def execute(
         The exit code: `ExitCode`.
 
     Raises:
-        UserError: the requested run is impossible; the message says why.
+        UserError: the requested run is impossible; the message has the reason.
     """
     from trainyard.train.heartbeat import Heartbeat
     from trainyard.train.stop import StopFlag
@@ -176,7 +176,7 @@ def execute(
 
 
 def _end_process(run: Path, error: BaseException, *, is_main: bool) -> NoReturn:
-    """Say why one of several ranks failed, and exit at once.
+    """Log why one of several ranks failed, and exit at once.
 
     Without leaving the process group: NCCL waits there for the other ranks of the node, which wait for this one.
     """
@@ -253,7 +253,7 @@ def _train_on(config: TrainConfig, rank: RankContext, lock: RunLock | None) -> i
 
 
 def _read_prediction(context: "RunContext") -> Usage | None:
-    """Return what the stored plan of this run predicts; None if there is none for these ranks in this precision."""
+    """Return the stored prediction for this run; None if there is none for these ranks in this precision."""
     from trainyard.train.run_context import compute_total_steps
 
     config = context.config

@@ -1,4 +1,4 @@
-"""What srun starts: holds stop signals back before anything slow is imported, then has submitit call the `RankTask`.
+"""Started by srun: holds stop signals back before anything slow is imported, then has submitit call the `RankTask`.
 
 submitit takes part of a second to load, in which a signal would kill the rank, and then handles signals in its own way.
 """

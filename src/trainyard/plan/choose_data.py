@@ -1,10 +1,10 @@
-"""Chooses the data that a job trains on when none was typed, says why, and counts the samples before anything starts.
+"""Chooses the data of a job when none was typed, with the reason, and counts the samples before anything starts.
 
-In this order, and the first that says something decides:
+In this order, and the first that is given decides:
 
-1. what was typed: `data.path=FOLDER`, `data.synthetic=N`, `--synthetic`;
+1. the command line: `data.path=FOLDER`, `data.synthetic=N`, `--synthetic`;
 2. a root of the job, in the user's trainyard.yaml, then in the cluster file;
-3. what the preset itself states;
+3. the preset itself;
 4. a root of the job's family, in the same two files.
 
 A root is an entry of `data:` there: a folder of raw files or of shards, or the word `synthetic`. Loads no torch.
@@ -30,7 +30,7 @@ USER_FILE = "trainyard.yaml"
 
 @dataclass(frozen=True)
 class DataChoice:
-    """The data of a job, before packing: packing on the node, or in a job of its own, begins from this."""
+    """The data of a job, before packing: packing on the node, or in a separate job, begins from this."""
 
     config: TrainConfig  # with `data.path` and `data.synthetic` as chosen
     value: str  # for people: the folder, or how many samples are synthesized; "": there is none
@@ -54,7 +54,7 @@ class _Roots:
     exists: bool = True
 
     def describe(self) -> str:
-        """Say which jobs have a root here."""
+        """Name the jobs that have a root here."""
         if not self.exists:
             return f"{self.file} does not exist"
         return (
@@ -79,8 +79,8 @@ def choose_data(
         environ: says where the user's own file is.
 
     Raises:
-        UserError: what was typed contradicts itself, a file of roots is invalid or not the user's own, or nobody says
-            how many samples this family synthesizes.
+        UserError: options contradict each other, a file of roots is invalid or not the user's own, or nothing gives
+            the number of samples that this family synthesizes.
     """
     typed = {override.partition("=")[0] for override in overrides}
     if wants_synthetic:
@@ -114,7 +114,7 @@ def require_data(choice: DataChoice, *, jobs_dir: Path, typed: Sequence[str]) ->
     """Return the number of samples that a job would train on; of raw files, they are listed but not opened.
 
     Args:
-        typed: the words of the command, for what to type instead.
+        typed: the words of the command, for suggestions.
 
     Raises:
         UserError: there is no data, the folder is missing or has no sample, or is packed for another family.
@@ -141,13 +141,13 @@ def require_data(choice: DataChoice, *, jobs_dir: Path, typed: Sequence[str]) ->
 
 
 def refuse_no_data(choice: DataChoice, *, jobs_dir: Path, typed: Sequence[str]) -> None:
-    """Raise a UserError if there is no data; its last two lines are what to type."""
+    """Raise a UserError if there is no data; its last two lines are commands to type."""
     config = choice.config
     if not choice.value:
         raise UserError(
             f"{config.job} needs data: data.path=FOLDER (make: DATA=FOLDER), or --synthetic (make: SYNTHETIC=1) for a "
-            "few generated samples, which show that it works and teach nothing. Neither was typed, and no file names a "
-            f"root of {config.job} or {config.family} under data: ({choice.reason}). What the folder should contain: "
+            "few synthetic samples, enough for a smoke test. Neither was typed, and no file names a "
+            f"root of {config.job} or {config.family} under data: ({choice.reason}). The folder's layout: "
             f"{jobs_dir / config.family}/README.md.{suggest_first_try(config, jobs_dir)} Type one of these:\n"
             f"  {_format_command(typed, 'data.path=FOLDER')}\n  {_format_command(typed, '--synthetic')}"
         )
@@ -206,7 +206,7 @@ def _choose_synthetic_count(config: TrainConfig, jobs_dir: Path) -> tuple[int, s
         if preset in presets and (count := compose(preset, [], jobs_dir).data.synthetic):
             return count, f"; as many as {preset}, data.synthetic=N makes another number"
     raise UserError(
-        f"{config.job}: nobody says how many samples to synthesize: no preset {config.family}_demo or "
+        f"{config.job}: the number of samples to synthesize is unknown: no preset {config.family}_demo or "
         f"{config.family}_smoke states data.synthetic. Type the number: data.synthetic=N"
     )
 
@@ -216,5 +216,5 @@ def _choose_synthetic_count(config: TrainConfig, jobs_dir: Path) -> tuple[int, s
 
 def _format_command(typed: Sequence[str], word: str) -> str:
     """Return the command that was typed, with other data."""
-    kept = [one for one in typed if one != "--synthetic" and not one.startswith(("data.path=", "data.synthetic="))]
+    kept = [part for part in typed if part != "--synthetic" and not part.startswith(("data.path=", "data.synthetic="))]
     return shlex.join(["trainyard", *kept, word])

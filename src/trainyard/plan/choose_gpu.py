@@ -1,8 +1,8 @@
-"""Chooses the GPU type and the micro-batch of a job, from what its preset says it needs (`settings.NeedsSettings`).
+"""Chooses the GPU type and the micro-batch of a job, from the needs of its preset (`settings.NeedsSettings`).
 
-How much memory another micro-batch needs has not been measured. Weights and optimizer take the same for any size, so a
+The memory of another micro-batch has not been measured. Weights and optimizer take the same for any size, so a
 smaller micro-batch needs at least its proportion of the stated memory: with less than that a type is refused, with more
-it may still be too little, and the reason says so.
+it may still be too little, and the reason tells.
 """
 
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ def choose_gpu(
         keeps_micro_batch: the run exists, so its micro-batch cannot change.
 
     Raises:
-        UserError: no type fits, or not the one requested; says what to type.
+        UserError: no type fits, or not the one requested; has the option to type.
     """
     if hw and hw not in cluster.gpus:
         hint = suggest_nearest(hw.lower(), cluster.gpus)
@@ -65,7 +65,7 @@ def choose_gpu(
         if smaller is not None:
             return _accept(smaller, kind, gpus, name, f"no type has more: {_list_misfits(passed)}", halved_from=config)
     if all(_read_memory_gib(kind) >= _compute_least_gib(config, gpus) for kind in enough.values()):
-        _choose_policy(config, next(iter(enough.values())), gpus)  # says why it is impossible there
+        _choose_policy(config, next(iter(enough.values())), gpus)  # raises if it is impossible there
     raise UserError(
         f"{_describe_needs(config)}, and no GPU type of {cluster.name} with {gpus} GPUs has that: "
         f"{_list_misfits(passed)}. {_advise(config, cluster, gpus, next(iter(enough)), keeps_micro_batch)}"
@@ -81,7 +81,7 @@ def _check_requested(
     config: TrainConfig, cluster: Cluster, gpus: int, hw: str, *, keeps_micro_batch: bool
 ) -> GpuChoice:
     kind = cluster.gpus[hw]
-    _choose_policy(config, kind, gpus)  # or say why it is impossible there
+    _choose_policy(config, kind, gpus)  # raises if it is impossible there
     if not (misfit := _explain_misfit(config, kind, gpus)):
         return _accept(config, kind, gpus, hw, "requested")
     if not keeps_micro_batch and (smaller := _shrink_micro_batch(config, kind, gpus)) is not None:
@@ -108,7 +108,7 @@ def _accept(
     return GpuChoice(config, hw, why, split, reason, _choose_policy(config, kind, gpus))
 
 
-# What a job needs
+# A job's needs
 
 
 def read_needed_gib(needs: NeedsSettings) -> float:
@@ -158,7 +158,7 @@ def _shrink_micro_batch(config: TrainConfig, kind: GpuNodes, gpus: int, *, force
 
 
 def _read_memory_gib(kind: GpuNodes) -> float:
-    """Return the memory of one GPU; a rank on the CPU has what the cluster file gives it."""
+    """Return the memory of one GPU; of a rank on the CPU, from the cluster file."""
     card = get_gpu(kind.card)
     return kind.memory_gib_per_gpu if card is None else card.memory_gib
 
@@ -219,7 +219,7 @@ def _list_misfits(passed: dict[str, str]) -> str:
 
 
 def _advise(config: TrainConfig, cluster: Cluster, gpus: int, hw: str, keeps_micro_batch: bool) -> str:
-    """Say what to type instead: another type, a smaller micro-batch, or that the need is wrong."""
+    """Suggest another type, a smaller micro-batch, or a correction of the stated need."""
     enough = {name: kind for name, kind in cluster.gpus.items() if kind.per_node * kind.nodes >= gpus}
     lines = [f"HW={name}" for name, kind in enough.items() if not _explain_misfit(config, kind, gpus)]
     smaller = None if keeps_micro_batch else _shrink_micro_batch(config, cluster.gpus[hw], gpus, force=True)

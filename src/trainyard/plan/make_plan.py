@@ -1,4 +1,4 @@
-"""Makes the plan of a Slurm job from what is requested: card, nodes, time, options, batch. Loads no torch."""
+"""Makes the plan of a Slurm job from a request: card, nodes, time, options, batch. Loads no torch."""
 
 from trainyard.choice import Choice
 from trainyard.cluster.description import Cluster, GpuNodes, parse_minutes
@@ -13,7 +13,7 @@ def make_plan(config: TrainConfig, cluster: Cluster, request: ResourceRequest) -
     """Choose partition, nodes, time and micro-batch size. A pure function of its arguments: does not query Slurm.
 
     Raises:
-        UserError: the cluster has no such GPU type, too few of them, none that can hold the job, or allows less time.
+        UserError: the cluster has no or too few GPUs of this type, none that can hold the job, or allows less time.
     """
     if request.gpus < 1:
         raise UserError(f"GPUS={request.gpus}: a job needs at least one GPU.")

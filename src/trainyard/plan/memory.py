@@ -1,7 +1,7 @@
-"""How much of a GPU's memory a job's steps take, as predicted and stored; and what fits on a card. Loads no torch.
+"""Reads predictions of the GPU memory of a job's steps, and checks whether they fit on a card. Loads no torch.
 
 A prediction is a file in the user's cache, keyed by all that it depends on: the job's options, its data, the code and
-the version of torch. `trainyard.plan.predict` makes and extends it, in a process of its own.
+the version of torch. `trainyard.plan.predict` makes and extends it, in a separate process.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ _MOST_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class StepConfig:
-    """What, besides the job, decides how much memory a step takes."""
+    """Settings that, besides the job, decide the memory of a step."""
 
     device: str  # "cuda" or "cpu"
     dtype: str  # of matrix products: "fp32", "fp16" or "bf16"
@@ -80,7 +80,7 @@ class StepPrediction:
 
     @property
     def reserve_gib(self) -> float:
-        """Return what a process takes besides tensors."""
+        """Return the memory of a process besides tensors."""
         return CONTEXT_GIB + FRAGMENTS_SHARE * self.peak_gib
 
     @property
@@ -91,14 +91,14 @@ class StepPrediction:
 
 @dataclass(frozen=True)
 class CardFit:
-    """How the global batch is computed on one card, and whether its memory is enough."""
+    """The split of the global batch on one card, and whether its memory is enough."""
 
     split: BatchSplit
     setting: StepConfig
     step: StepPrediction
     verdict: str  # FITS, TIGHT or MISFIT
     precision: Precision
-    has_gib: float  # of the card's memory, what is left to this process
+    has_gib: float  # share of the card's memory that this process can get
     reason: str
 
 
@@ -126,7 +126,7 @@ def count_disk_bytes(step: StepPrediction, config: TrainConfig, steps: int | Non
 
 
 def choose_fit(config: TrainConfig, card: GpuType, *, gpus: int, predict: Predict) -> CardFit:
-    """Choose the largest micro-batch that fits on a card and divides what is stated, for the same global batch.
+    """Choose the largest micro-batch that fits on a card and divides the stated one, for the same global batch.
 
     Where results depend on the micro-batch, it stays as stated. Activations are recomputed only if nothing else fits.
 
@@ -224,7 +224,7 @@ class PredictionCache:
 
     path: Path
     steps: dict[StepConfig, StepPrediction]
-    about: dict[str, Any]  # what they were made from, for people
+    about: dict[str, Any]  # their sources, for people
 
     def read(self, setting: StepConfig) -> StepPrediction:
         """Return a stored prediction.
@@ -253,7 +253,7 @@ def open_cache(config: TrainConfig, jobs_dir: Path, environ: Mapping[str, str]) 
 
 
 def read_cache(job: str, key: str, environ: Mapping[str, str]) -> PredictionCache:
-    """Return what is stored under this key, as `compute_key` returned it; raises as `open_cache`."""
+    """Return the predictions stored under this key, as `compute_key` returned it; raises as `open_cache`."""
     path = find_cache(environ) / f"{job}-{key}.json"
     if not path.is_file():
         return PredictionCache(path, {}, {"job": job})
@@ -301,7 +301,7 @@ _WITHOUT_EFFECT = (
 )
 """Options with which a step takes as much whatever their value: the runs of a sweep over them share a prediction.
 
-A seed decides which samples train, and so may leave out the longest: a difference far below what is kept in reserve.
+A seed decides which samples train, and so may leave out the longest: a difference far below the reserve.
 """
 
 
@@ -361,8 +361,8 @@ def complete_cache(
             processes.append(
                 subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
             )
-        said = [process.communicate()[0].strip().splitlines() for process in processes]
-        for process, lines in zip(processes, said, strict=True):
+        outputs = [process.communicate()[0].strip().splitlines() for process in processes]
+        for process, lines in zip(processes, outputs, strict=True):
             if process.returncode:
                 raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt): ", line)]
                 reason = (raised or lines or ["the process ended without a message"])[-1]

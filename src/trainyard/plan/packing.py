@@ -1,4 +1,4 @@
-"""Chooses where data are packed: in a Slurm job of its own on CPU nodes, before GPUs are requested, or in the run.
+"""Chooses where data are packed: in a separate Slurm job on CPU nodes, before GPUs are requested, or in the run.
 
 The CPU nodes are the first entry of the cluster file with `card: cpu`. Loads no torch.
 """
@@ -18,13 +18,13 @@ from trainyard.plan.resources import Code, Plan, ResourceRequest
 from trainyard.text import format_size
 
 PACKS = "packs data"
-"""Why the plan of a job that packs has its nodes."""
+"""Reason for the nodes in the plan of a job that packs."""
 
 LEAST_CORES, LEAST_MIN = 4, 30
-"""What packing requests at least: less starts no sooner, and reading a slow file system takes time, too."""
+"""Least request for packing: less starts no sooner, and reading a slow file system also takes time."""
 
 RESERVE = 3
-"""How many times the time that a family was measured to take is requested. If that is too little, packing is requeued
+"""Factor from a family's measured packing time to the requested one. If that is too little, packing is requeued
 at its time limit, and resumes."""
 
 _IN_THE_RUN = "in the run, on its first node"
@@ -42,7 +42,7 @@ def choose_packing(plan: Plan, jobs_dir: Path, *, code: Code | None = None) -> P
     """Choose where the data of a planned run are packed; lists raw files if a Slurm job could pack them.
 
     Args:
-        code: what the run executes; None: today's.
+        code: that the run executes; None: today's.
 
     Raises:
         UserError: the raw files cannot be listed.

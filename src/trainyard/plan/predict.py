@@ -44,7 +44,7 @@ from trainyard.train.step_memory import (
 
 
 class Predictor:
-    """Predicts steps of one job. What does not depend on the micro-batch is built once for settings in a row."""
+    """Predicts steps of one job. Parts that no micro-batch changes are built once for settings in a row."""
 
     def __init__(self, config: TrainConfig, jobs_dir: Path) -> None:
         self.config, self.jobs_dir = config, jobs_dir
@@ -110,7 +110,7 @@ class Predictor:
 
 
 def main(config: str, jobs: str, out: str, gpus: str, *cards: str) -> int:
-    """Predict what is needed to split a job's global batch on some cards, and write it; return the exit code.
+    """Predict the steps that splitting a job's global batch on some cards needs, and write them; return the exit code.
 
     Args:
         config: file with all options of the job, as in a run folder.
@@ -134,11 +134,11 @@ def _predict_splits(config: TrainConfig, jobs_dir: Path, out: Path, cards: Seque
     predictions.about["data"] = str(packed.data.path) if is_packed(config) else synthetic
 
     def predict(setting: StepConfig) -> StepPrediction:
-        # A step in bf16 takes what one in fp16 takes, less the copies of buffers for a step that loss scaling skips.
+        # A step in bf16 takes as much as one in fp16, less the copies of buffers for a step that loss scaling skips.
         as_fp16 = replace(setting, dtype="fp16") if setting.dtype == "bf16" else setting
-        for one in (as_fp16, setting):
-            if one not in predictions.steps:
-                predictions.steps[one] = predictions.steps.get(as_fp16) or predictor.predict(one)
+        for step in (as_fp16, setting):
+            if step not in predictions.steps:
+                predictions.steps[step] = predictions.steps.get(as_fp16) or predictor.predict(step)
         return predictions.steps[setting]
 
     for key in cards:
@@ -150,7 +150,7 @@ def _predict_splits(config: TrainConfig, jobs_dir: Path, out: Path, cards: Seque
 
 
 def _prepare_synthetic_data(config: TrainConfig, jobs_dir: Path) -> TrainConfig:
-    """Return the config with a few samples as its family synthesizes them: what a batch of them contains is known."""
+    """Return the config with a few samples as its family synthesizes them: the content of their batches is known."""
     count = compose(f"{config.family}_smoke", [], jobs_dir).data.synthetic
     overrides = ["data.path=", f"data.synthetic={count}", f"data.cache={find_cache(os.environ) / 'data'}"]
     if isinstance(getattr(config, "packing", None), StoreSettings):

@@ -1,4 +1,4 @@
-"""Value types of a submission: what is requested, the plan made from it, and the code that runs."""
+"""Value types of a submission: the request, the plan made from it, and the code that runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,13 +25,13 @@ class ResourceRequest:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A run as a person requests it: a job, its options, where it trains, and what is checked before that."""
+    """A run as a person requests it: a job, its options, where it trains, and the checks before that."""
 
     job: str  # preset; "": a run that exists
     overrides: tuple[str, ...]  # as typed: option=value
     families: Root
     runs_dir: Path
-    typed: tuple[str, ...]  # the words of the command, for what to type instead
+    typed: tuple[str, ...]  # the words of the command, for suggestions
     resources: ResourceRequest
     cluster: str = ""  # a name or a path; "": the one whose Slurm answers
     name: str | None = None  # of the run's folder; None: the time
@@ -47,7 +47,7 @@ class RunRequest:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is requested from Slurm, and what it means for training."""
+    """The whole request to Slurm, and the training settings that follow from it."""
 
     config: TrainConfig  # with the micro-batch that was chosen
     cluster: Cluster

@@ -1,4 +1,4 @@
-"""The screen of `trainyard plan`: on which cards a job's steps fit, why, and what to type next. Loads no torch."""
+"""Renders the screen of `trainyard plan`: the cards that a job fits on, why, and the next command. Loads no torch."""
 
 import shlex
 import textwrap
@@ -35,7 +35,7 @@ _WIDTH, _INDENT = 99, 12
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What a plan shows besides predictions of memory."""
+    """Facts that a plan shows besides predictions of memory."""
 
     words: Sequence[str]  # that name the job, its options and the cluster after `trainyard submit`
     data_bytes: int | None = None  # of the packed data; None: not packed yet
@@ -137,7 +137,7 @@ def _describe_data(config: TrainConfig, predictions: PredictionCache, inputs: Pl
 
 
 def _describe_packed_size(config: TrainConfig) -> str:
-    """Say what packing will take on disk, which is known beforehand if images are stored uncompressed."""
+    """Return the disk space that packing will take; known beforehand if images are stored uncompressed."""
     packing, image = getattr(config, "packing", None), config.image
     if not isinstance(packing, StoreSettings) or packing.store != "input-raw":
         return "its disk not known"
@@ -148,7 +148,7 @@ def _describe_packed_size(config: TrainConfig) -> str:
 def _describe_next(
     config: TrainConfig, fits: Mapping[str, CardFit | str], inputs: PlanInputs, gpus: int
 ) -> Iterator[str]:
-    """Yield the command that submits what the table shows, once for all cards with the same micro-batch."""
+    """Yield the command that submits a row of the table, once for all cards with the same micro-batch."""
     by_changes: dict[tuple[str, ...], list[str]] = {}
     for name, fit in fits.items():
         if isinstance(fit, CardFit) and fit.verdict != MISFIT:

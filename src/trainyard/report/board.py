@@ -64,10 +64,10 @@ def write_board(root: Path) -> tuple[Path, int]:
     if not runs:
         where = "no runs yet" if root.is_dir() else "no such folder. Of another one: trainyard board --runs FOLDER"
         raise UserError(f"{root.absolute()}: {where}. Start one: trainyard run JOB (trainyard jobs lists them)")
-    with exclusive_lock(root / _GUARD):  # of two writers, the later one has seen what the earlier one did
+    with exclusive_lock(root / _GUARD):  # of two writers, the later one sees the earlier one's page
         statuses, note = read_statuses(runs)
         statuses.sort(
-            key=lambda one: (one.snapshot.created or estimate_creation_time(one.run), format_run_name(one.run)),
+            key=lambda item: (item.snapshot.created or estimate_creation_time(item.run), format_run_name(item.run)),
             reverse=True,
         )
         active = sum(status.state in ACTIVE for status in statuses)
@@ -144,7 +144,7 @@ def _break_after(text: str, marks: str) -> str:
 
 
 def _format_activity(status: Status, now: float) -> str:
-    """Say when a run was last active: of one that goes on, how long ago; else the time, which stays true."""
+    """Describe a run's last activity: of an active run, the time since; else the date, which stays true."""
     last = status.snapshot.last_activity
     if last is None:
         return ""
@@ -158,8 +158,8 @@ def _format_newest(status: Status, lines: Sequence[Line]) -> str:
     starts = [event for event in status.snapshot.events if event.get("event") in STARTS]
     monitor: Any = starts[-1].get("monitor") if starts else None
     metric = str(monitor.get("metric")) if isinstance(monitor, dict) else ""
-    found = [line for line in lines if line["kind"] == "eval" and metric in line and line["step"]]
-    newest = found[-1] if found else None
+    scored = [line for line in lines if line["kind"] == "eval" and metric in line and line["step"]]
+    newest = scored[-1] if scored else None
     return f"{metric} {format_metric(newest, metric)} on {newest['split']}" if newest else "-"
 
 

@@ -1,7 +1,7 @@
 """Several runs on one page: the deciding metric best first, what differs in their options, curves over one another.
 
 The runs have one family and one deciding metric, because numbers of others cannot be ranked. A sweep has its own page
-(sweep_page.py), with means over seeds; here each run counts for itself, with the interval of its own evaluation.
+(sweep_page.py), with means over seeds; here each run counts for itself, with the interval of its evaluation.
 """
 
 import math
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PAGE = "comparison.html"
 _LINES = ("-", "--", ":", "-.")  # where there are more runs than colours
-_NAMES_ONLY = (LOCATION, "job", "start_from", "data.cache")  # where things are, not what was trained
+_NAMES_ONLY = (LOCATION, "job", "start_from", "data.cache")  # locations, which change nothing in training
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Compared:
 
 @limit_writers()
 def write_comparison(runs: Sequence[Path], page: Path) -> str:
-    """Write the page, and return the sentence that says which run is best, if that can be told.
+    """Write the page, and return a sentence about the best run, if that can be told.
 
     Raises:
         UserError: the runs cannot be compared, or one of them cannot be read.
@@ -58,13 +58,13 @@ def write_comparison(runs: Sequence[Path], page: Path) -> str:
     if len({name.partition("/")[0] for name in names}) == 1:
         names = [run.absolute().name for run in runs]
     shown = _choose_split(stories, split, metric)
-    found = [
+    compared = [
         Compared(name, story, own, _find_line(story, shown, metric, is_validation=shown == split))
         for name, story, own in zip(names, stories, options, strict=True)
     ]
     sign = 1 if mode == "min" else -1
-    found.sort(key=lambda one: sign * one.line[metric] if one.line else math.inf)
-    verdict = judge_runs(found, metric, mode=mode)
+    compared.sort(key=lambda item: sign * item.line[metric] if item.line else math.inf)
+    verdict = judge_runs(compared, metric, mode=mode)
     better = "lower" if mode == "min" else "higher"
     title = f"{len(runs)} runs of {stories[0].job if len({s.job for s in stories}) == 1 else options[0]['family']}"
     caption = f"{metric} on {shown}, best first; {better} is better; 95 % intervals in brackets."
@@ -72,24 +72,24 @@ def write_comparison(runs: Sequence[Path], page: Path) -> str:
         title,
         f"<header><h1>{escape(title)}</h1></header>"
         f'<div class="headline"><p class="verdict">{escape(verdict)}</p></div>',
-        render_section("Results", _render_results(found, metric), f'<p class="soft">{escape(caption)}</p>'),
-        render_section("Runs", _render_legend(found, page)),
-        render_section("Options that differ", _render_differences(found)),
-        render_section("Curves", render_gallery(_draw_curves(found, split, metric))),
+        render_section("Results", _render_results(compared, metric), f'<p class="soft">{escape(caption)}</p>'),
+        render_section("Runs", _render_legend(compared, page)),
+        render_section("Options that differ", _render_differences(compared)),
+        render_section("Curves", render_gallery(_draw_curves(compared, split, metric))),
     )
     write_atomically(page, text)
     return verdict
 
 
-def judge_runs(found: Sequence[Compared], metric: str, *, mode: str) -> str:
+def judge_runs(compared: Sequence[Compared], metric: str, *, mode: str) -> str:
     """Return one sentence: which run is best, as far as the intervals show.
 
     Args:
         found: best first.
     """
-    scored = {one.name: one.line for one in found if one.line is not None}
+    scored = {run.name: run.line for run in compared if run.line is not None}
     if len(scored) < 2:
-        return f"Fewer than two runs have {metric} on one set, so nothing says which is better."
+        return f"Fewer than two runs have {metric} on one set, so they cannot be ranked."
     lacking = [name for name, line in scored.items() if not has_interval(line, metric)]
     if lacking:
         return f"No winner can be named: {join_names(lacking)} without a 95 % interval of {metric}."
@@ -145,30 +145,30 @@ def _find_line(story: RunStory, split: str, metric: str, *, is_validation: bool)
     return lines[-1] if lines else None
 
 
-def _render_results(found: Sequence[Compared], metric: str) -> str:
+def _render_results(compared: Sequence[Compared], metric: str) -> str:
     header = ["run", metric, "ended", "steps", "running time", "samples/s (median)"]
     rows = [
         [
-            f"{place}  {one.name}",
-            format_metric(one.line, metric) if one.line else "-",
-            one.story.status,
-            f"{one.story.step:,}",
-            format_duration(one.story.elapsed_s),
-            "-" if one.story.samples_per_s is None else format_value(one.story.samples_per_s),
+            f"{place}  {run.name}",
+            format_metric(run.line, metric) if run.line else "-",
+            run.story.status,
+            f"{run.story.step:,}",
+            format_duration(run.story.elapsed_s),
+            "-" if run.story.samples_per_s is None else format_value(run.story.samples_per_s),
         ]
-        for place, one in enumerate(found, start=1)
+        for place, run in enumerate(compared, start=1)
     ]
     return render_table(header, rows)
 
 
-def _render_legend(found: Sequence[Compared], page: Path) -> str:
+def _render_legend(compared: Sequence[Compared], page: Path) -> str:
     """Return each run with its place, the colour of its curves, and a link to its own report."""
     rows = []
-    for place, one in enumerate(found, start=1):
-        target = quote(os.path.relpath(one.story.run / "report.html", page.absolute().parent))
+    for place, run in enumerate(compared, start=1):
+        target = quote(os.path.relpath(run.story.run / "report.html", page.absolute().parent))
         colour, _ = _choose_style(place)
         square = f'<span style="color:{colour}">&#9632;</span>'
-        rows.append(f'<p>{square} {place} <a href="{target}">{escape(one.name)}</a></p>')
+        rows.append(f'<p>{square} {place} <a href="{target}">{escape(run.name)}</a></p>')
     return "".join(rows)
 
 
@@ -177,24 +177,24 @@ def _choose_style(place: int) -> tuple[str, str]:
     return SERIES[colour], _LINES[turn % len(_LINES)]
 
 
-def _render_differences(found: Sequence[Compared]) -> str:
-    names = dict.fromkeys(name for one in found for name in one.options if name not in _NAMES_ONLY)
+def _render_differences(compared: Sequence[Compared]) -> str:
+    names = dict.fromkeys(name for run in compared for name in run.options if name not in _NAMES_ONLY)
     rows = []
     for name in names:
-        values = [format_value(one.options[name]) if name in one.options else "-" for one in found]
+        values = [format_value(run.options[name]) if name in run.options else "-" for run in compared]
         if len(set(values)) > 1:
             rows.append([name, *values])
-    header = ["option", *(f"{place}  {one.name}" for place, one in enumerate(found, start=1))]
+    header = ["option", *(f"{place}  {run.name}" for place, run in enumerate(compared, start=1))]
     return render_table(header, rows) if rows else "<p>None: the runs differ in nothing that an option says.</p>"
 
 
-def _draw_curves(found: Sequence[Compared], split: str, metric: str) -> list[Plot]:
+def _draw_curves(compared: Sequence[Compared], split: str, metric: str) -> list[Plot]:
 
     def draw_losses(axes: "Axes") -> None:
         everything = []
-        for place, one in enumerate(found, start=1):
+        for place, run in enumerate(compared, start=1):
             colour, line = _choose_style(place)
-            steps, losses = one.story.list_step_losses()
+            steps, losses = run.story.list_step_losses()
             mean = compute_running_mean(losses, max(1, len(losses) // 25))
             axes.plot(steps, mean, color=colour, linestyle=line, label=str(place))
             everything += [value for value in mean.tolist() if math.isfinite(value)]
@@ -204,9 +204,9 @@ def _draw_curves(found: Sequence[Compared], split: str, metric: str) -> list[Plo
         axes.legend(title="run")
 
     def draw_metric(axes: "Axes") -> None:
-        for place, one in enumerate(found, start=1):
+        for place, run in enumerate(compared, start=1):
             colour, style = _choose_style(place)
-            lines = [line for line in one.story.list_evaluations(split) if metric in line]
+            lines = [line for line in run.story.list_evaluations(split) if metric in line]
             marker = MARKERS[(place - 1) % len(MARKERS)]
             steps, values = [line["step"] for line in lines], [line[metric] for line in lines]
             axes.plot(steps, values, color=colour, linestyle=style, marker=marker, markersize=4, label=str(place))
@@ -214,9 +214,9 @@ def _draw_curves(found: Sequence[Compared], split: str, metric: str) -> list[Plo
         axes.legend(title="run")
 
     plots = []
-    if any(one.story.train for one in found):
+    if any(run.story.train for run in compared):
         plots.append(Plot("losses", "Training loss", draw_figure("Training loss", draw_losses)))
-    if any(line["split"] == split for one in found for line in one.story.evals):
+    if any(line["split"] == split for run in compared for line in run.story.evals):
         title = f"{metric} on {split}"
         plots.append(Plot("metric", title, draw_figure(title, draw_metric)))
     return plots

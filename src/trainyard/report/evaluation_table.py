@@ -22,24 +22,24 @@ def format_evaluations(evaluations: Sequence[Evaluation]) -> str:
 
 
 def render_evaluations(evaluations: Sequence[Evaluation]) -> str:
-    """Return the table as HTML, with what was evaluated and the figures of each folder; "" if there is none."""
+    """Return the table as HTML, with the data and the figures of each folder; "" if there is none."""
     if not evaluations:
         return ""
     names, columns = _list_columns(evaluations)
     rows = [[name, *(format_metric(line, name).replace(" [", "\n[") for _, _, line in columns)] for name in names]
     table = render_table(["metric", *(f"{title}: {system}" for title, system, _ in columns)], rows)
-    about = render_table(["evaluated"], [[one.describe()] for one in evaluations], numbers=False)
+    about = render_table(["evaluated"], [[item.describe()] for item in evaluations], numbers=False)
     figures = [
-        f"<h3>{escape(one.name)}</h3>{gallery}"
-        for one in evaluations
-        if (gallery := render_gallery(read_figures(one.path / FIGURES)))
+        f"<h3>{escape(item.name)}</h3>{gallery}"
+        for item in evaluations
+        if (gallery := render_gallery(read_figures(item.path / FIGURES)))
     ]
     return "\n".join([about, table, *figures])
 
 
 def _list_columns(evaluations: Sequence[Evaluation]) -> tuple[list[str], list[tuple[str, str, Line]]]:
     """Return all metrics, and (evaluation, system, line) of each column."""
-    columns = [(one.name, str(line.get("system", RUN)), line) for one in evaluations for line in one.lines]
+    columns = [(item.name, str(line.get("system", RUN)), line) for item in evaluations for line in item.lines]
     return list_all_metric_names(line for _, _, line in columns), columns
 
 

@@ -16,7 +16,7 @@ _MOST_OTHERS = 3
 
 @dataclass(frozen=True)
 class Baseline:
-    """What a method that learned nothing gets for the deciding metric."""
+    """The deciding metric of a method that learned nothing."""
 
     name: str
     value: float
@@ -29,7 +29,7 @@ class Baseline:
 class Headline:
     """The result of a run in one number, where it was measured, and what follows from it."""
 
-    metric: str  # "" if nothing was evaluated, or the run does not say which metric decides
+    metric: str  # "" if nothing was evaluated, or no deciding metric is recorded
     value: str  # with its interval
     place: str  # such as "on test, weights of step 400; lower is better; chance 0.5000"
     verdict: str  # one sentence
@@ -42,10 +42,10 @@ def find_headline(story: RunStory) -> Headline:
     metric, mode = str(monitor.get("metric", "")), str(monitor.get("mode", ""))
     best = story.find_best_evaluation()
     if not story.evals:
-        return Headline("", "", "", "No evaluation yet, so nothing says how good this is.", ())
+        return Headline("", "", "", "No evaluation yet.", ())
     if mode not in _WORDS:
         others = _list_others(story.evals[-1], ())
-        return Headline("", "", "", "Which metric decides is not recorded, so nothing says how good this is.", others)
+        return Headline("", "", "", "The deciding metric is not recorded.", others)
     tests = [
         story.find_last_evaluation(split) for split in story.splits if split not in ("train", monitor.get("split"))
     ]
@@ -62,8 +62,8 @@ def find_headline(story: RunStory) -> Headline:
         *([chose] if chose else []),
         f"{_WORDS[mode]} is better",
     ]
-    shown = [one for one in dict.fromkeys([baseline, _find_baseline(monitor, line), untrained]) if one]
-    parts += [place if one is rival else f"{one.name} {format_score(one.value)}" for one in shown]
+    shown = [method for method in dict.fromkeys([baseline, _find_baseline(monitor, line), untrained]) if method]
+    parts += [place if method is rival else f"{method.name} {format_score(method.value)}" for method in shown]
     return Headline(
         metric,
         format_metric(line, metric),
@@ -74,7 +74,7 @@ def find_headline(story: RunStory) -> Headline:
 
 
 def explain_choice(story: RunStory, split: str) -> str:
-    """Return that a set chose among checkpoints, which makes what it scores look better; "" if it did not."""
+    """Return a note that this set chose the checkpoint, so its scores look better; "" if it did not."""
     monitor = story.find_start_field("monitor") or {}
     metric = str(monitor.get("metric", ""))
     steps = {line["step"] for line in story.evals if line["split"] == split and metric in line}
@@ -111,7 +111,7 @@ def judge_metric(line: Line, metric: str, *, mode: str, baseline: Baseline | Non
     """
     value = line.get(metric, math.nan)
     if not math.isfinite(value):
-        return f"{metric} is not a finite number, so nothing says how good this is."
+        return f"{metric} is not a finite number."
     if baseline is None:
         return f"{NO_BASELINE}: eval_on_start=true records one."
     sign = 1 if mode == "max" else -1
@@ -121,7 +121,7 @@ def judge_metric(line: Line, metric: str, *, mode: str, baseline: Baseline | Non
             return f"No better than {baseline}."
         if _has_lost_draws(line):
             return f"Too few trials to tell whether this is better than {baseline}: no 95 % interval can be drawn."
-        return f"Better than {baseline}; without a 95 % interval, which would say how surely."
+        return f"Better than {baseline}; without a 95 % interval, so it may be chance."
     ends = [sign * (line[end] - baseline.value) for end in name_interval_ends(metric)]
     if max(ends) < 0:
         return f"Worse than {baseline}: so is its whole 95 % interval."
@@ -134,12 +134,12 @@ def judge_metric(line: Line, metric: str, *, mode: str, baseline: Baseline | Non
     return f"Better than {baseline}: so is its whole 95 % interval."
 
 
-NO_BASELINE = "No baseline is recorded, so nothing says whether this is good"
+NO_BASELINE = "No baseline is recorded"
 _WORDS = {"min": "lower", "max": "higher"}
 
 
 def _name_weights(story: RunStory, line: Line) -> str:
-    """Say which weights an evaluation scored: the last ones of a run are those that it chose."""
+    """Name the weights that an evaluation scored: the last ones of a run are those that it chose."""
     chosen = (story.env.get("choices") or {}).get("final_weights")
     is_final = line is story.find_last_evaluation(str(line["split"])) and isinstance(chosen, Mapping)
     return f"weights of {chosen.get('value')}" if is_final and chosen else f"step {line['step']:,}"
@@ -158,7 +158,7 @@ def _find_baseline(monitor: Mapping[str, Any], line: Line) -> Baseline | None:
 
 
 def _find_rival(story: RunStory, metric: str, mode: str, line: Line) -> tuple[Baseline | None, str]:
-    """Return the best method without a network on the same set, and what to say of it; None if none was scored."""
+    """Return the best method without a network on the same set, and a note about it; None if none was scored."""
     events = [event for event in story.list_current_events() if event.get("event") == "baselines"]
     event = next((event for event in reversed(events) if event.get("split") == line["split"]), {})
     scores = {
@@ -175,7 +175,7 @@ def _find_rival(story: RunStory, metric: str, mode: str, line: Line) -> tuple[Ba
 
 def _find_untrained(story: RunStory, metric: str, line: Line) -> Baseline | None:
     """Return the evaluation of the same set before the first step, if there is one (eval_on_start)."""
-    untrained: Line = next((one for one in story.untrained if one["split"] == line["split"]), {})
+    untrained: Line = next((each for each in story.untrained if each["split"] == line["split"]), {})
     value = untrained.get(metric)
     return Baseline("the model before training", value) if isinstance(value, float) and math.isfinite(value) else None
 

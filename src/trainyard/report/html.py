@@ -94,7 +94,7 @@ def render_page(title: str, *sections: str) -> str:
 
 
 def render_section(title: str, *parts: str, optional: bool = False) -> str:
-    """Render a section; if all its parts are empty, one that says so, or nothing if it is optional."""
+    """Render a section; if all its parts are empty, a note, or nothing if it is optional."""
     if optional and not any(parts):
         return ""
     inner = "\n".join(part for part in parts if part) or '<p class="soft">Not recorded.</p>'

@@ -27,7 +27,7 @@ def format_summary(run: Path, *, next_commands: Sequence[str] = ()) -> str:
     """Summarise a run on one screen of plain text.
 
     Args:
-        next_commands: what the user may want to type next, one line each.
+        next_commands: suggestions, one line each.
 
     Raises:
         UserError: `run` is not a run folder, or its files are damaged.
@@ -53,9 +53,9 @@ def format_summary(run: Path, *, next_commands: Sequence[str] = ()) -> str:
     best = story.find_best_evaluation()
     if best and headline.metric and f"on {best[1]['split']}," not in headline.place:
         name, line = best
-        said = f"{name} {format_metric(line, name)} on {line['split']} at step {line['step']:,}"
+        score = f"{name} {format_metric(line, name)} on {line['split']} at step {line['step']:,}"
         chose = explain_choice(story, str(line["split"]))
-        rows.append(("best", [said, *([chose] if chose else [])]))
+        rows.append(("best", [score, *([chose] if chose else [])]))
     for i, (name, predicted, observed) in enumerate(_list_usage(story)):
         rows.append(("" if i else "plan", [name, f"predicted {predicted}", f"observed {observed}"]))
     rows.append(("report", [str(page) if page.exists() else "not written"]))
@@ -99,7 +99,7 @@ def _collect_facts(story: RunStory) -> list[tuple[str, str]]:
 
 
 def _list_usage(story: RunStory) -> list[tuple[str, str, str]]:
-    """Return name, predicted and observed value of what the stored plan predicted; nothing if none was stored."""
+    """Return name, predicted and observed value of each quantity of the stored plan; nothing without a plan."""
     if (usages := read_usage(story.env)) is None:
         return []
     memory = [ABSENT if usage.memory_gib is None else f"{usage.memory_gib:.2f} GiB" for usage in usages]
@@ -130,8 +130,8 @@ def update_report(run: Path) -> Path | None:
 def write_report(run: Path) -> Path:
     """Write `<run>/plots/*.png` and `<run>/report.html`, and return the page's path.
 
-    The page needs no network and no other file. For a run that has not finished, or has just begun, it says what is
-    missing.
+    The page needs no network and no other file. For a run that has not finished, or has just begun, it lists the
+    missing parts.
 
     Raises:
         UserError: `run` is not a run folder, or its files are damaged.
@@ -169,13 +169,13 @@ _NO_CURVE = '<p class="soft">Nothing was recorded at two steps yet, so there is 
 
 def _render_samples(run: Path, evaluations: Sequence[Evaluation]) -> list[str]:
     """Render the images of samples of the run and of its evaluations, and how to get a page without them."""
-    folders = [run / SAMPLES, *(one.path / SAMPLES for one in evaluations)]
+    folders = [run / SAMPLES, *(item.path / SAMPLES for item in evaluations)]
     galleries = {folder: gallery for folder in folders if (gallery := render_gallery(read_figures(folder)))}
     if not galleries:
         return []
     commands = [["rm", "-r", *map(str, galleries)], ["trainyard", "report", str(run)]]
     typed = " && ".join(shlex.join(command) for command in commands)
-    note = f"Whoever gets this page sees them. A page without: <code>{escape(typed)}</code>"
+    note = f"Everyone with this page sees them. To make a page without: <code>{escape(typed)}</code>"
     titles = ("" if folder.parent == run else f"<h3>{escape(folder.parent.name)}</h3>" for folder in galleries)
     shown = (title + gallery for title, gallery in zip(titles, galleries.values(), strict=True))
     return [f'<p class="soft">{note}</p>', *shown]
@@ -266,7 +266,7 @@ def _list_shares(story: RunStory) -> list[tuple[str, float, float]]:
 
 
 def render_goodput(shares: Sequence[tuple[str, float, float]]) -> str:
-    """Render what the time of one or more runs went to: a sentence and a table; empty without any."""
+    """Render the time of one or more runs by activity: a sentence and a table; empty without any."""
     rows = [[label, f"{seconds:,.1f}", f"{share:.1f}"] for label, seconds, share in shares]
     sentence = f"<p>{escape(describe_goodput(shares))}</p>" if shares else ""
     return sentence + render_table(["goodput", "seconds", "share (%)"], rows)

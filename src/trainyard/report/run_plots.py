@@ -48,7 +48,7 @@ class Plots:
 
 
 def draw_plots(story: RunStory) -> Plots:
-    """Draw what was recorded and changes: no curve of one point, none that equals the loss, and no constant one."""
+    """Draw the recorded series that change: no curve of one point, none that equals the loss, and no constant one."""
     names = dict.fromkeys(name for line in story.train for name in select_metrics(line))
     logged = {name: _list_logged(story, name) for name in names}
     loss = logged.get("loss")

@@ -1,4 +1,4 @@
-"""Reads what a run folder recorded about its training, for the report."""
+"""Reads a run folder's record of its training, for the report."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -30,7 +30,7 @@ _MOST_TRAIN_LINES = 2_000  # in memory and in a plot, which has fewer pixels
 
 @dataclass(frozen=True)
 class RunStory:
-    """What a run folder recorded, read once, and what follows from it."""
+    """The record of a run, read once, and the facts that follow from it."""
 
     run: Path
     config: str  # the text of config.yaml; empty if there is none
@@ -39,9 +39,9 @@ class RunStory:
     untrained: list[Line]  # evaluations before the first step: a baseline, and no result
     evals: list[Line]
     events: list[Line]
-    every: int  # how many training lines of the run one of `train` stands for; it has the last one, too
+    every: int  # how many training lines of the run one of `train` stands for; it also has the last one
     changes: list[str]  # a sentence for each file that is not as the run wrote it
-    seconds: Mapping[str, float]  # of the run by what they went to; empty if that was not recorded
+    seconds: Mapping[str, float]  # of the run by activity; empty if not recorded
 
     @classmethod
     def read(cls, run: Path) -> "RunStory":
@@ -108,7 +108,7 @@ class RunStory:
         return next((value for value in values if value is not None), None)
 
     def find_progress(self) -> Line:
-        """Return the newest line that says how many epochs and samples were trained: an end, or a training line."""
+        """Return the newest line with the number of epochs and samples trained: an end, or a training line."""
         known = [line for line in [*self.train, *self.list_current_events()] if "samples_seen" in line]
         return max(known, key=lambda line: line["step"], default={})
 
@@ -139,7 +139,7 @@ class RunStory:
     def list_metrics(self, *, constant: bool) -> list[str]:
         """Return the names of the metrics that were the same in all evaluations of each split, or those of the others.
 
-        Such constants are counts of pairs, say, and what a constant prediction gets. One evaluation tells nothing.
+        Such constants are counts of pairs, say, and scores of a constant prediction. One evaluation tells nothing.
         """
         values: dict[str, dict[str, list[Any]]] = {name: {} for name in list_all_metric_names(self.evals)}
         for line in self.evals:
@@ -148,12 +148,12 @@ class RunStory:
 
         def is_constant(name: str) -> bool:
             lists = values[name].values()
-            return any(len(found) > 1 for found in lists) and all(len(set(found)) == 1 for found in lists)
+            return any(len(series) > 1 for series in lists) and all(len(set(series)) == 1 for series in lists)
 
         return [name for name in values if is_constant(name) == constant]
 
     def list_missing(self) -> list[str]:
-        """Return what a reader would look for and not find, as sentences."""
+        """Return the missing parts of the record, as sentences."""
         absent = {
             "No training line yet.": not self.train,
             "The end of the run is not recorded: it is still running, or it was killed.": not any(
@@ -161,7 +161,7 @@ class RunStory:
             ),
             "env.json is absent: the environment and the automatic choices are not recorded.": not self.env,
             "config.yaml is absent: the options are not recorded.": not self.config,
-            "What the time went to is not recorded.": bool(self.train) and not self.seconds,
+            "Time by activity is not recorded.": bool(self.train) and not self.seconds,
         }
         thinned = f"Curves and rates are those of every {self.every}th training line: the run has very many."
         absent[thinned] = self.every > 1

@@ -71,7 +71,7 @@ class Outcome:
     metrics: Mapping[str, Mapping[str, float]]  # by split: best validation so far, tests if finished
     gpu_hours: float
     cpu_rank_hours: float
-    seconds: Mapping[str, float]  # by what they went to; empty if that was not recorded
+    seconds: Mapping[str, float]  # by activity; empty if not recorded
 
     @property
     def values(self) -> dict[str, str]:
@@ -134,7 +134,7 @@ class Results:
 
 
 def collect(sweep: Sweep, state_by_run: Mapping[Path, str], *, metric: str = "") -> Results:
-    """Read what the runs of a sweep have recorded.
+    """Read the records of a sweep's runs.
 
     Means are over finished runs only: a run that stopped half-way is another experiment. Test values are those of
     the weights that were best on validation.
@@ -164,7 +164,7 @@ def estimate_mean(values: Sequence[float]) -> Mean:
 
 
 def format_results(results: Results) -> str:
-    """Format a table that fits a screen, followed by what to type next."""
+    """Format a table that fits a screen, followed by the next command."""
     sweep = results.sweep
     lines = [f"{sweep.name}  {sweep.job}, {len(results.outcomes)} runs: {_format_counts(results)}"]
     lines += [*textwrap.wrap(_write_caption(results), _WIDTH), ""]
@@ -239,7 +239,7 @@ def _collect_metrics(evals: Sequence[Line], monitor: Monitor | None, *, finished
 def _compute_hours(events: Sequence[Line], lines: Sequence[Line]) -> dict[str, float]:
     """Return the rank-hours of all attempts by kind of device, including steps that were lost and repeated.
 
-    An attempt counts from its first event to the last line of it that no resume cut; what a killed attempt did after
+    An attempt counts from its first event to the last line of it that no resume cut; work of a killed attempt after
     that (less than the time between two checkpoints) is not known.
     """
     spent = {"gpu": 0.0, "cpu": 0.0}

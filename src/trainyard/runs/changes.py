@@ -2,7 +2,7 @@
 
 config.yaml and env.json carry a digest of their content, so that a change is noticed at any time. Each checkpoint
 records what both said, so that another run's file is noticed too, and both can be restored; and a digest of the metrics
-up to it. What a user accepts in spite of that is an event.
+up to it. An accepted change is an event.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from trainyard.runs.manifest import hash_fields, list_checkpoints
 from trainyard.text import quote_path
 
 FILES = "files"
-"""What `meta` of a checkpoint calls the record of the run's files."""
+"""Key of the record of the run's files in a checkpoint's `meta`."""
 ACCEPTED = "accepted"
 """The event of accepting changed files, with a digest of each."""
 
@@ -30,10 +30,10 @@ _MOST_NAMED = 3
 def describe_files(
     options: tuple[Mapping[str, Any], Mapping[str, Any]], env: Mapping[str, Any], metrics: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what a checkpoint records about its run's files.
+    """Return a checkpoint's record of its run's files.
 
     Args:
-        options: those that the run keeps, and those that may change: what it trains with, not what the file says.
+        options: those that the run keeps, and those that may change: the values in use, not those in the file.
         env: what `select_fixed_env` returns.
         metrics: their `bytes` and `sha256` at this checkpoint.
     """
@@ -45,7 +45,7 @@ class Change(NamedTuple):
 
     path: Path
     problem: str
-    advice: str  # what to type
+    advice: str  # the command to type
     can_resume: bool = False  # as it is: only lines for readers are missing
 
     def __str__(self) -> str:
@@ -56,10 +56,10 @@ def refuse_changes(run: Path) -> None:
     """Raise if a file of the run is not as the run wrote it. Reads the metrics once.
 
     Raises:
-        UserError: says what differs, and what to type to restore or accept it.
+        UserError: names the difference, and the commands that restore or accept it.
     """
-    if found := [change for change in find_changes(run) if not change.can_resume]:
-        raise UserError("\n".join(map(str, found)))
+    if faults := [change for change in find_changes(run) if not change.can_resume]:
+        raise UserError("\n".join(map(str, faults)))
 
 
 def find_changes(run: Path) -> list[Change]:
@@ -74,8 +74,8 @@ def find_changes(run: Path) -> list[Change]:
     events = read_lines(run / EVENTS_FILE)
     record = _find_record(run, events)
     accepted = {str(event.get(name)) for event in events if event.get("event") == ACCEPTED for name in _CHECKS}
-    found = (check(run, record, accepted) for check in _CHECKS.values())
-    return [change for change in found if change is not None]
+    results = (check(run, record, accepted) for check in _CHECKS.values())
+    return [change for change in results if change is not None]
 
 
 def accept_changes(run: Path) -> None:
@@ -117,7 +117,7 @@ def restore_files(run: Path) -> None:
 
 
 def _find_record(run: Path, events: list[Line]) -> dict[str, Any]:
-    """Return what the newest checkpoint recorded; empty if there is none.
+    """Return the record in the newest checkpoint; empty if there is none.
 
     A run that resumed from an older checkpoint, because newer ones are damaged, has rewritten its metrics since.
     """
@@ -145,7 +145,7 @@ def _is_record(record: Any) -> bool:
 def _check_config(run: Path, record: Mapping[str, Any], accepted: set[str]) -> Change | None:
     path = run / CONFIG
     if not record and not path.exists():
-        return None  # reading it says so
+        return None  # reading it raises
     try:
         options, stated = read_options(path)
     except ConfigError as error:
@@ -187,12 +187,12 @@ def _check_metrics(run: Path, record: Mapping[str, Any], accepted: set[str]) -> 
         return None
     expected = record["metrics"]
     try:
-        found, size = _hash_metrics(run, expected["bytes"])
+        digest, size = _hash_metrics(run, expected["bytes"])
     except OSError as error:
         problem = f"cannot be read: {error.strerror}."
         moved = f"mv {quote_path(run / METRICS_FILE)} {quote_path(f'{run / METRICS_FILE}.old')}"
         return Change(run / METRICS_FILE, problem, f"Restore it from a copy, or resume without it: {moved}")
-    if found == expected["sha256"] or found in accepted:
+    if digest == expected["sha256"] or digest in accepted:
         return None
     if size < expected["bytes"]:
         problem = f"is cut short or gone: {size} bytes of {expected['bytes']} are there."
@@ -200,7 +200,7 @@ def _check_metrics(run: Path, record: Mapping[str, Any], accepted: set[str]) -> 
         return Change(run / METRICS_FILE, problem, advice, can_resume=True)
     problem = (
         f"was changed: its first {expected['bytes']} bytes had SHA-256 {str(expected['sha256'])[:12]}.. when the run "
-        f"last recorded it, now it has SHA-256 {found[:12]}.."
+        f"last recorded it, now it has SHA-256 {digest[:12]}.."
     )
     return Change(run / METRICS_FILE, problem, _advise(run, {}))
 

@@ -22,7 +22,7 @@ from trainyard.text import join_names, quote_path
 
 @dataclass(frozen=True)
 class Origin:
-    """What the results of new runs depend on besides their options: the same for runs that are created together."""
+    """Code and environment that the results of new runs depend on: the same for runs that are created together."""
 
     checkout: Mapping[str, Any]  # as `find_checkout` describes it
     diff: bytes  # of the checkout against its commit
@@ -59,7 +59,7 @@ def create_run(
         root: folder of all runs; created if missing.
         name: name of the folder; default: time and commit.
         origin: None: it is collected, without environment variables.
-        chosen: further sections of env.json: what was chosen before, with its reasons.
+        chosen: further sections of env.json: earlier choices, with their reasons.
         group: whose members may add files to the run and delete checkpoints; "": only its owner can change it.
 
     Raises:
@@ -108,7 +108,7 @@ def write_run(
 
 
 def _write_diff(path: Path, diff: bytes, *, masked: Sequence[str]) -> None:
-    """Write the diff for the run's owner alone: what was not committed may not be meant for others."""
+    """Write the diff for the run's owner alone: uncommitted code may not be meant for others."""
     note = "".join(f"# masked, because it looks like a secret: {place}\n" for place in masked)
     path.touch(mode=0o600)
     path.write_bytes(note.encode() + diff)

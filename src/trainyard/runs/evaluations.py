@@ -1,6 +1,6 @@
 """A run's evaluations on labelled folders: `evaluations/<name>/`, which `trainyard evaluate` writes. Loads no torch.
 
-`evaluation.json` says what was evaluated, and with which weights; `metrics.jsonl` has a line of metrics for the run,
+`evaluation.json` names the data and the weights; `metrics.jsonl` has a line of metrics for the run,
 then one for each baseline on the same samples; `scores-<system>.safetensors` has the scores of pairs, in families that
 compare samples; `figures/*.png` are the family's figures, `samples/*.png` its images of samples, if they may be shown.
 """
@@ -35,7 +35,7 @@ class Evaluation:
         return self.path.name
 
     def describe(self) -> str:
-        """Return one sentence about what was evaluated, and what of it was in training."""
+        """Describe the evaluated data in one sentence, with its overlap with training."""
         data, checkpoint, seen = (self.about.get(name) or {} for name in ("data", "checkpoint", "seen_in_training"))
         part = f", split {self.about['split']}" if self.about.get("split") else ""
         return (
@@ -51,13 +51,13 @@ def name_pair_scores(system: str) -> str:
 
 
 def describe_seen(seen: Mapping[str, Any]) -> str:
-    """Say how much of a data set was in training: the same content, and the same names."""
+    """Describe the overlap of a data set with training: the same content, and the same names."""
     if "unknown" in seen:
         return f"unknown, because {seen['unknown']}"
-    found = f"{seen.get('samples')} of {seen.get('samples_of')} samples (by their content)"
+    overlap = f"{seen.get('samples')} of {seen.get('samples_of')} samples (by their content)"
     if "names" in seen:
-        found += f", {seen['names']} of {seen.get('names_of')} names in '{seen.get('column')}'"
-    return found
+        overlap += f", {seen['names']} of {seen.get('names_of')} names in '{seen.get('column')}'"
+    return overlap
 
 
 def read_evaluations(run: Path) -> list[Evaluation]:
@@ -70,8 +70,8 @@ def read_evaluations(run: Path) -> list[Evaluation]:
     if root.is_symlink():  # a link may lead out of the run
         return []
     folders = [path for path in sorted(root.glob("[!.]*")) if path.is_dir() and not path.is_symlink()]
-    found = [Evaluation(path, _read_about(path / ABOUT_FILE), read_lines(path / METRICS_FILE)) for path in folders]
-    return sorted(found, key=lambda evaluation: str(evaluation.about.get("created")))
+    items = [Evaluation(path, _read_about(path / ABOUT_FILE), read_lines(path / METRICS_FILE)) for path in folders]
+    return sorted(items, key=lambda evaluation: str(evaluation.about.get("created")))
 
 
 def _read_about(path: Path) -> Mapping[str, Any]:
@@ -83,6 +83,6 @@ def _read_about(path: Path) -> Mapping[str, Any]:
         raise UserError(f"{path}: not JSON: {error}. Delete its folder, and evaluate again.") from None
     nested = ("data", "checkpoint", "seen_in_training")
     if not isinstance(about, dict) or any(not isinstance(about.get(name, {}), dict) for name in nested):
-        raise UserError(f"{path}: does not say what was evaluated. Delete its folder, and evaluate again.")
+        raise UserError(f"{path}: does not name the evaluated data. Delete its folder, and evaluate again.")
     check_format(path, about.get("format"), kind=EVALUATION)
     return about

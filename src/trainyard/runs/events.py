@@ -28,7 +28,7 @@ TIMING_KEYS = frozenset(
 )
 """Keys that differ even between two identical runs: ignore them when comparing metrics."""
 NON_METRIC_KEYS = TIMING_KEYS | {"kind", "step", "epoch", "samples_seen", "split"}
-"""The keys of training and evaluation lines that say when and of what a line is. All other numbers are metrics."""
+"""Keys of training and evaluation lines that identify a line. All other numbers are metrics."""
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 KINDS = ("train", "eval", "event")
@@ -43,7 +43,7 @@ MetricOrder = tuple[tuple[str, str], ...]
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MOST_BYTES = 2**32  # of a file of metrics; a hundred bytes a line, millions of lines
 _TRAIN_LINE = b'{"kind": "train", '
-"""How a recorder begins a training line."""
+"""Start of a training line."""
 
 
 def read_metrics(run: Path) -> list[Line]:
@@ -116,9 +116,9 @@ def read_events(run: Path) -> list[Line]:
 
 def _require_run(run: Path) -> None:
     if not any((run / name).is_file() for name in ("config.yaml", METRICS_FILE, EVENTS_FILE)):
-        found = "a folder without them" if run.is_dir() else "no folder"
+        place = "a folder without them" if run.is_dir() else "no folder"
         raise UserError(
-            f"{run}: expected the folder of a run, with config.yaml and {METRICS_FILE}; found {found}. "
+            f"{run}: expected the folder of a run, with config.yaml and {METRICS_FILE}; found {place}. "
             f"Runs are in runs/<job>/<time>-<commit>."
         )
 
@@ -126,7 +126,7 @@ def _require_run(run: Path) -> None:
 def read_thinned_metrics(run: Path, *, most: int) -> tuple[list[Line], int]:
     """Return the lines of `read_metrics`, but of more than `most` training lines evenly spaced ones, first and last.
 
-    Costs the memory of what it returns. Lines that are left out are not parsed.
+    Costs the memory of the returned lines. Lines that are left out are not parsed.
 
     Returns:
         The lines, and how many training lines one of them stands for: 1 if none is left out.
@@ -184,9 +184,9 @@ def find_end_of_step(path: Path, step: int) -> tuple[int, int]:
     end = last = 0
     with _open_lines(path) as file:
         for number, raw in enumerate(_split_lines(file), start=1):
-            if (found := _parse_line(raw, path, number)["step"]) > step:
+            if (step_of_line := _parse_line(raw, path, number)["step"]) > step:
                 break
-            end, last = end + len(raw) + 1, found
+            end, last = end + len(raw) + 1, step_of_line
     return end, last
 
 
@@ -204,7 +204,7 @@ def _open_lines(path: Path) -> Iterator[BinaryIO]:
             file.seek(0)
             yield file
     except OSError as error:
-        if error.errno in DISK_FULL:  # of what the block writes: no reading needs room
+        if error.errno in DISK_FULL:  # from a write of the block: reading needs no space
             raise
         raise UserError(f"{path}: cannot be read: {error.strerror}. Put the file itself there.") from None
 
@@ -215,9 +215,9 @@ def _number_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _is_lost(line: bytes) -> bool:
-    """Tell whether a power cut took a part of a line: zeros stay where a file has grown and its data were not flushed.
+    """Return whether a power cut took a part of a line: zeros stay where a file grew and its data were not flushed.
 
-    What is left of the line is ASCII, as we write it: other bytes are damage of another kind, which is refused. Nothing
+    The rest of the line is ASCII, as we write it: other bytes are damage of another kind, which is refused. Nothing
     of a run that resumes is lost so: metrics are flushed before each checkpoint, and the others written again.
     """
     return b"\0" in line and line.isascii()
@@ -244,7 +244,7 @@ def _parse_line(raw: bytes, path: Path, number: int) -> Line:
 
 
 def _find_problem(line: Any) -> str:
-    """Return what a parsed line should have been; "" if it is what a recorder writes."""
+    """Describe the form that a parsed line should have; "" if it is a recorder's."""
     if not isinstance(line, dict) or line.get("kind") not in KINDS or type(line.get("step")) is not int:
         return "a JSON object with kind and step"
     nonfinite = line.get("nonfinite", {})
@@ -284,7 +284,7 @@ def append_event(run: Path, fields: Mapping[str, Any]) -> None:
 def start_new_file(path: Path) -> None:
     """Copy the whole lines of a file, which may not exist, to a new one of its name. For the run's owner only.
 
-    What a power cut took a part of is left out. An owner that was replaced while the file system did not answer still
+    A line that a power cut tore is left out. An owner that was replaced while the file system did not answer still
     writes a line when it wakes up: to the old file. So does one that was killed within a line, whose rest would precede
     the next line.
     """
@@ -293,7 +293,7 @@ def start_new_file(path: Path) -> None:
 
 
 def drop_torn_tail(path: Path) -> None:
-    """Cut what a killed writer left after the last whole line, so that the next line starts on its own."""
+    """Cut a killed writer's rest after the last whole line, so that the next line starts on its own."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -331,7 +331,7 @@ def has_interval(line: Mapping[str, Any], metric: str) -> bool:
 def rank_metrics(metrics: Mapping[str, float], order: MetricOrder) -> tuple[float, ...]:
     """Return a key that is higher for better metrics: the first decides, the next where that is equal, and so on.
 
-    NaN and what is missing rank below every number.
+    NaN and missing metrics rank below every number.
     """
     values = ((metrics.get(name, math.nan), 1 if mode == "max" else -1) for name, mode in order)
     return tuple(-math.inf if math.isnan(value) else sign * value for value, sign in values)

@@ -24,7 +24,7 @@ class RecalledFamilies(NamedTuple):
 
 
 def describe_families(root: Root) -> dict[str, Choice[str]]:
-    """Return what a new run records: which folder of families it is started with, and why."""
+    """Return the folder of families that a new run is started with, for its record, with the reason."""
     own = find_own_families()
     is_own = own.is_dir() and own.samefile(root.folder)
     return {_CHOICE: Choice(OWN if is_own else str(root.folder.resolve()), root.reason)}

@@ -73,7 +73,7 @@ def write_env(run: Path, record: Mapping[str, Any], *, durable: bool = True) -> 
     Args:
         durable: as of `files.open_atomically`; off in a folder that `files.rename` flushes.
     """
-    fields = json.loads(json.dumps({"format": FORMATS[RUN], **record}))  # what a reader gets: string keys, no tuples
+    fields = json.loads(json.dumps({"format": FORMATS[RUN], **record}))  # as read back: string keys, no tuples
     write_json(run / ENV_FILE, {**fields, ENV_DIGEST: hash_fields(fields)}, durable=durable)
 
 
@@ -196,7 +196,7 @@ def check_name(name: str | None, *, of: str) -> None:
     """Raise a UserError if a name is not a plain file name; None is no name.
 
     Args:
-        of: what it names: a run or a sweep.
+        of: its kind: a run or a sweep.
     """
     if name is not None and not re.fullmatch(r"\w[\w.+-]*", name):
         raise UserError(
@@ -219,7 +219,7 @@ def find_latest_run(root: Path, job: str, *, trained: bool = False) -> Path:
         others = sorted({run.parent.name for run in runs})
         have = f"There are runs of: {', '.join(others)}." if others else "There are no runs at all."
         raise UserError(f"{root}: no run of job '{job}'. {have} Start one: trainyard run {job}")
-    if trained and (with_weights := [one for one in candidates if any((one[1] / "checkpoints").glob("*.ckpt"))]):
+    if trained and (with_weights := [pair for pair in candidates if any((pair[1] / "checkpoints").glob("*.ckpt"))]):
         passed_over = candidates.index(with_weights[0])
         candidates = with_weights
         if passed_over:

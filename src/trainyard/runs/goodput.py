@@ -1,7 +1,7 @@
-"""Says what each second of a run went to, from what its attempts recorded. Loads no torch.
+"""Attributes each second of a run to an activity, from the records of its attempts. Loads no torch.
 
 Each attempt counts its seconds by phase, in one clock that never jumps (train/heartbeat.py), and records the sums with
-its start, its checkpoints and its end; what a killed attempt had counted is in its heartbeat, which the next one
+its start, its checkpoints and its end; the sums of a killed attempt are in its heartbeat, which the next one
 records. Seconds between attempts are those of the wall clock.
 """
 
@@ -36,7 +36,7 @@ _Spent = Mapping[str, float]
 
 
 def label_seconds(run: Path, events: Sequence[Line]) -> dict[str, float]:
-    """Return the seconds of a run by what they went to, largest first; empty if they were not recorded.
+    """Return the seconds of a run by activity, largest first; empty if they were not recorded.
 
     Args:
         events: of all attempts, oldest first.
@@ -49,10 +49,10 @@ def label_seconds(run: Path, events: Sequence[Line]) -> dict[str, float]:
 
 
 def sum_up(created: str, events: Sequence[Line], heartbeat: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds of a run by what they went to, largest first; empty if its attempts did not record them.
+    """Return the seconds of a run by activity, largest first; empty if its attempts did not record them.
 
     They add up to the time from its creation to its end, or to the last sign of life. Where a wall clock went back
-    between two attempts, the time between them counts as none. Lost is what an attempt did after the checkpoint that
+    between two attempts, the time between them counts as none. Lost is an attempt's time after the checkpoint that
     the next one resumed from. Of a killed attempt the seconds after its last heartbeat count as stopped.
 
     Args:
@@ -64,7 +64,7 @@ def sum_up(created: str, events: Sequence[Line], heartbeat: Mapping[str, Any]) -
     if not starts or not all(_read_spent(events[i]) for i in starts):
         return {}
     seconds: defaultdict[str, float] = defaultdict(float)
-    process: _Spent = {}  # what the process of the attempt had counted before this start
+    process: _Spent = {}  # counted by the attempt's process before this start
     try:
         known_until, attempt = parse_time(created), None
         times = {i: parse_time(events[i]["time"]) for i in starts}
@@ -113,7 +113,7 @@ def describe_goodput(shares: Sequence[tuple[str, float, float]]) -> str:
 
 
 def _find_last(own: Sequence[Line], following: Line | None, heartbeat: Mapping[str, Any]) -> _Spent:
-    """Return what an attempt had counted at its end, or at its last sign of life."""
+    """Return an attempt's sums at its end, or at its last sign of life."""
     attempt = own[0].get("attempt")
     records: list[Mapping[str, Any]] = [e for e in own if e.get("event") in (*STARTS, *ENDS, "checkpoint")]
     if following is not None and following.get("attempt") == attempt:
@@ -124,7 +124,7 @@ def _find_last(own: Sequence[Line], following: Line | None, heartbeat: Mapping[s
 
 
 def _find_kept(own: Sequence[Line], following: Line | None, last: _Spent) -> _Spent:
-    """Return what an attempt had counted at the checkpoint that the following one resumed from."""
+    """Return an attempt's sums at the checkpoint that the following one resumed from."""
     if following is None:
         return last
     if own[-1].get("event") in ENDS and own[-1].get("step") == following.get("step"):

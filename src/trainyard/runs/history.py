@@ -26,7 +26,7 @@ CANCELLED = "slurm/cancelled"
 """File that `trainyard cancel` creates in a run folder before it cancels the Slurm job."""
 
 RANKS = "ranks"
-"""Folder in a run folder with what the ranks of the current attempt do (train/watchdog.py), and stacks of hung ones."""
+"""Folder in a run folder with the current attempt's notes of each rank (train/watchdog.py), and stacks of hung ones."""
 
 JsonObject = dict[str, Any]
 
@@ -95,7 +95,7 @@ class RunSnapshot:
     owner: Owner | None  # of the lock
     log_changed: float | None  # modification time of the log
     created: str = ""  # as `folder.read_creation_time` returns it; "" if that is damaged
-    damage: str = ""  # what is wrong with its files; "" if nothing
+    damage: str = ""  # of its files, as sentences; "" if none
 
     @cached_property
     def slurm_job_ids(self) -> list[str]:
@@ -159,7 +159,7 @@ class RunSnapshot:
 
 
 def read_run(run: Path) -> RunSnapshot:
-    """Read a run folder. What is damaged in it is left out, and named in `damage`."""
+    """Read a run folder. Damaged parts are left out, and named in `damage`."""
     damage: list[str] = []
 
     def keep(path: Path, lines: list[JsonObject], kinds: _Kinds) -> list[JsonObject]:
@@ -221,14 +221,14 @@ _SUBMISSION = {
 
 
 def _has_kinds(fields: JsonObject, kinds: _Kinds) -> bool:
-    """Tell whether the values are of these kinds; all but the first may be missing, and the whole object too."""
+    """Return whether the values are of these kinds; all but the first may be missing, and the whole object too."""
     first = next(iter(kinds))
     is_complete = not fields or fields.get(first) is not None
     return is_complete and all(_is_of_kind(fields[name], kinds[name]) for name in kinds if fields.get(name) is not None)
 
 
 def _is_of_kind(value: object, kind: str) -> bool:
-    """Tell whether a value from a file is a time, a text, a count, or a number that torch and C can represent."""
+    """Return whether a value from a file is a time, a text, a count, or a number that torch and C can represent."""
     if kind in (_TIME, "text"):
         return isinstance(value, str) and (kind == "text" or _is_time(value))
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
@@ -253,17 +253,17 @@ def find_named_run(submission: JsonObject, key: str) -> Path | None:
 
 
 def list_folders(run: Path, submission: JsonObject) -> list[Path]:
-    """Return the folders in which the Slurm jobs of a run record what they do, in order: its own is the last."""
+    """Return the folders in which the Slurm jobs of a run record, in order: its own is the last."""
     packing_run = find_named_run(submission, "packing_run")
     return [run] if packing_run is None else [packing_run, run]
 
 
 def read_errors(run: Path) -> list[RankError]:
     """Return the errors that ranks recorded in all attempts, oldest first."""
-    found = ((path, read_object(path)) for path in run.glob("errors/*-rank*.json"))
+    records = ((path, read_object(path)) for path in run.glob("errors/*-rank*.json"))
     errors = [
         RankError(path.name.rpartition("-rank")[0], path, fields)
-        for path, fields in found
+        for path, fields in records
         if fields and _is_of_kind(fields.get("time", 0.0), "number")
     ]
     return sorted(errors, key=lambda error: (error.time, error.path))  # file systems list names in any order
@@ -297,17 +297,17 @@ def locate_output_files(run: Path, submission: JsonObject, job: str = "") -> tup
 
 
 def find_current_folder(run: Path, submission: JsonObject) -> Path:
-    """Return the folder in which the Slurm job that a run is in now records what it does."""
+    """Return the folder in which a run's current Slurm job records."""
     return list_folders(run, submission)[0] if len(_list_current_jobs(run, submission)) > 1 else run
 
 
 def _list_current_jobs(run: Path, submission: JsonObject) -> list[str]:
-    found = (line for place in list_folders(run, submission) for line in _read_json_lines(place / ATTEMPTS))
-    return _list_jobs(submission, [line for line in found if _has_kinds(line, _START_OR_END)])
+    lines = (line for place in list_folders(run, submission) for line in _read_json_lines(place / ATTEMPTS))
+    return _list_jobs(submission, [line for line in lines if _has_kinds(line, _START_OR_END)])
 
 
 def read_stderr(snapshot: RunSnapshot, attempt: Attempt | None) -> list[str]:
-    """Return what the batch script, srun and rank 0 wrote to standard error in an attempt.
+    """Return the standard error of the batch script, srun and rank 0 in an attempt.
 
     All attempts of a Slurm job append to one file, each after a header line from attempt.sh.
 
@@ -323,7 +323,7 @@ def read_stderr(snapshot: RunSnapshot, attempt: Attempt | None) -> list[str]:
 
 
 def is_slurm_message(line: str) -> bool:
-    """Tell whether srun or slurmstepd wrote this line."""
+    """Return whether srun or slurmstepd wrote this line."""
     return re.match(r"(srun|slurmstepd)(-\S+)?: ", line) is not None
 
 
@@ -360,11 +360,11 @@ def _read(path: Path) -> bytes:
 def _parse_json(texts: Iterable[bytes]) -> Iterator[JsonObject]:
     for text in texts:
         try:
-            found = parse_json(text)
+            value = parse_json(text)
         except ValueError:
             continue
-        if isinstance(found, dict):
-            yield found
+        if isinstance(value, dict):
+            yield value
 
 
 # Attempts, from the records of the batch script and of the training
@@ -384,7 +384,7 @@ def _build_attempts(snapshot: RunSnapshot) -> list[Attempt]:
 
 
 def _sort_attempts(attempts: Sequence[Attempt], recorded: Iterable[tuple[str, str]]) -> list[Attempt]:
-    """Sort attempts, oldest first, by what was recorded; a clock, which may go back, decides only where nothing was.
+    """Sort attempts, oldest first, by the records; a clock, which may go back, decides only where there is none.
 
     Args:
         recorded: ids of an attempt and of a later one.
@@ -436,8 +436,8 @@ def _group_attempt_lines(lines: Sequence[JsonObject]) -> dict[str, list[JsonObje
 
 def _list_successors(lines: Iterable[JsonObject]) -> dict[str, str]:
     """Return which Slurm job continues the run of another: attempt.sh submits one where Slurm does not requeue."""
-    found = [(str(line.get("job")), str(line.get("successor"))) for line in lines if line.get("event") == "successor"]
-    return {job: later for job, later in found if re.fullmatch(r"\d+(_\d+)?", later)}
+    pairs = [(str(line.get("job")), str(line.get("successor"))) for line in lines if line.get("event") == "successor"]
+    return {job: later for job, later in pairs if re.fullmatch(r"\d+(_\d+)?", later)}
 
 
 def _list_jobs(submission: JsonObject, lines: Sequence[JsonObject]) -> list[str]:

@@ -31,7 +31,7 @@ from trainyard.text import quote_path
 
 LOCK = "lock"
 _OWNERS_FILES = ("config.yaml", "env.json", "heartbeat.json")
-"""Nobody else replaces these: what is left of a write is a dead owner's."""
+"""Nobody else replaces these: a leftover of a write is a dead owner's."""
 
 
 @dataclass(frozen=True)
@@ -63,23 +63,23 @@ class Owner:
         )
 
     def is_checkable_here(self) -> bool:
-        """Tell whether this process sees the owner's process id, or knows that this host rebooted since."""
+        """Return whether this process sees the owner's process id, or knows that this host rebooted since."""
         if self.host != socket.gethostname():
             return False
         return self.boot_id != _read_boot_id() or self.pid_namespace == _read_pid_namespace()
 
     def is_alive(self) -> bool:
-        """Tell whether the owner still runs. Valid only if `is_checkable_here`."""
+        """Return whether the owner still runs. Valid only if `is_checkable_here`."""
         return self.boot_id == _read_boot_id() and self.started_ticks == _read_started_ticks(self.pid)
 
     def is_superseded_by(self, attempt: str) -> bool:
-        """Tell whether `attempt` is a later start of the same Slurm job: then this owner may not write any more."""
+        """Return whether `attempt` is a later start of the same Slurm job: then this owner may not write any more."""
         (mine, _, number), (other, _, later) = self.attempt.rpartition("-"), attempt.rpartition("-")
         same_job = _is_of_slurm(self.attempt) and mine == other
         return same_job and number.isdigit() and later.isdigit() and int(number) < int(later)
 
     def find_alive(self, lock: Path) -> bool | None:
-        """Tell whether the owner of `lock` still runs; None if this process cannot find out.
+        """Return whether the owner of `lock` still runs; None if this process cannot find out.
 
         Within one kernel the owner's flock tells, also from another container, whose host name and process ids differ.
         """
@@ -123,9 +123,9 @@ class RunLock:
         Raises:
             UserError: another process has taken over the run.
         """
-        found = read_owner(self._path)
-        if found != self._owner:
-            who = f"process {found.pid} on {found.host} writes to it now" if found else "its lock was deleted"
+        owner = read_owner(self._path)
+        if owner != self._owner:
+            who = f"process {owner.pid} on {owner.host} writes to it now" if owner else "its lock was deleted"
             raise UserError(f"{self._path.parent}: this attempt no longer owns the run: {who}. It stops here.")
 
     def __enter__(self) -> Self:
@@ -169,7 +169,7 @@ class RunLock:
             return second.replace()
 
     def _may_replace(self) -> bool:
-        """Tell whether there is a lock and its owner is dead.
+        """Return whether there is a lock and its owner is dead.
 
         Raises:
             UserError: it is alive, or may be.
@@ -220,7 +220,7 @@ class _SecondName:
         self._content = json.dumps(asdict(owner), indent=2) + "\n"
         self._file = AppendedFile(self._path)
         try:
-            with contextlib.suppress(OSError):  # without flock, other containers cannot tell, and say so
+            with contextlib.suppress(OSError):  # without flock, other containers cannot tell, and report that
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._file.write(self._content.encode())
             self._file.sync()
@@ -232,7 +232,7 @@ class _SecondName:
         """Create the lock, or return False if there is one."""
         try:
             os.link(self._path, self._lock)
-        except FileExistsError:  # over NFS a repeated request may find what the first one did
+        except FileExistsError:  # over NFS a repeated request may find the first one's link
             return _is_same_file(self._path, self._lock)
         except FileNotFoundError:  # a new owner removed it as a leftover
             return False
@@ -270,7 +270,7 @@ class _SecondName:
 
 
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
-"""What link(2) says on file systems without hard links, such as FAT."""
+"""Errors of link(2) on file systems without hard links, such as FAT."""
 
 
 def _name_second(lock: Path, token: str) -> Path:
@@ -278,7 +278,7 @@ def _name_second(lock: Path, token: str) -> Path:
 
 
 def _is_same_file(one: Path, other: Path) -> bool:
-    """Tell whether both names are of one file: not after the folder was copied, or the lock was written by hand."""
+    """Return whether both names are of one file: not after the folder was copied, or the lock was written by hand."""
     try:
         return one.samefile(other)
     except OSError:  # released meanwhile, or a link to itself
@@ -286,7 +286,7 @@ def _is_same_file(one: Path, other: Path) -> bool:
 
 
 def _is_flocked(path: Path) -> bool | None:
-    """Tell whether a process on this machine holds an flock on the file; None if the file system does not say."""
+    """Return whether a process on this machine holds an flock on the file; None if the file system cannot tell."""
     try:
         with open_file(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

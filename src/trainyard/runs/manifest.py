@@ -1,6 +1,6 @@
-"""Reads what checkpoints say about themselves, in their names and manifests. Loads no torch.
+"""Reads the names and manifests of checkpoints. Loads no torch.
 
-train/checkpoint.py writes them, and says what they are.
+train/checkpoint.py writes and documents them.
 """
 
 import hashlib
@@ -32,9 +32,9 @@ class Entry:
     path: Path
     step: int
     bytes: int  # of the data file on disk
-    meta: Mapping[str, Any]  # what the caller of `save` added; empty if the manifest is damaged
+    meta: Mapping[str, Any]  # added by the caller of `save`; empty if the manifest is damaged
     sha256: str  # of the data file, as saved; empty if the manifest is damaged
-    problem: str | None  # what is wrong, found without reading the data; `verify` also reads the data
+    problem: str | None  # a fault found without reading the data; `verify` also reads the data
 
 
 def list_checkpoints(directory: Path) -> list[Entry]:
@@ -45,39 +45,39 @@ def list_checkpoints(directory: Path) -> list[Entry]:
     """
     if not directory.is_dir():
         return []
-    found = [path for path in directory.iterdir() if DATA_NAME.fullmatch(path.name)]
-    return [read_entry(path) for path in sorted(found, key=parse_name, reverse=True)]
+    paths = [path for path in directory.iterdir() if DATA_NAME.fullmatch(path.name)]
+    return [read_entry(path) for path in sorted(paths, key=parse_name, reverse=True)]
 
 
-def select_checkpoint(found: Sequence[Entry]) -> Entry:
+def select_checkpoint(entries: Sequence[Entry]) -> Entry:
     """Return the checkpoint whose weights are the run's result: the finished average, else the best, else the newest.
 
     Args:
         found: what `list_checkpoints` returns; not empty. Damaged manifests say nothing; data are not read.
     """
-    intact = [entry for entry in found if entry.problem is None] or found
-    step = find_result_step(found)
+    intact = [entry for entry in entries if entry.problem is None] or entries
+    step = find_result_step(entries)
     return next((entry for entry in intact if entry.step == step), intact[0])
 
 
-def find_result_step(found: Sequence[Entry]) -> int | None:
+def find_result_step(entries: Sequence[Entry]) -> int | None:
     """Return the step whose weights are the run's result, as the newest intact manifest says; None without one."""
-    newest = next((entry for entry in found if entry.problem is None), None)
+    newest = next((entry for entry in entries if entry.problem is None), None)
     if newest is None:
         return None
     return newest.step if newest.meta.get("swa") or not newest.meta.get("best") else int(newest.meta["best"]["step"])
 
 
 def verify(entry: Entry) -> str | None:
-    """Read the whole data file and return what is wrong with the checkpoint, None if it is as it was saved."""
+    """Read the whole data file and return the checkpoint's fault, None if it is as it was saved."""
     if entry.problem:
         return entry.problem
     try:
         with open_file(entry.path) as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         return f"the data file cannot be read: {error.strerror}"
-    return None if found == entry.sha256 else f"SHA-256 is {found[:12]}.., the manifest says {entry.sha256[:12]}.."
+    return None if digest == entry.sha256 else f"SHA-256 is {digest[:12]}.., the manifest says {entry.sha256[:12]}.."
 
 
 def hash_fields(fields: Mapping[str, Any]) -> str:
@@ -94,7 +94,7 @@ def read_entry(path: Path) -> Entry:
     step, size = parse_name(path)[0], 0
     try:
         if path.is_symlink():
-            open_file(path)  # raises, and says why
+            open_file(path)  # raises
         size = path.stat().st_size
         manifest = load_json(path.with_suffix(".json"), most_bytes=_MOST_BYTES)
         problem = _check_manifest(manifest, path, step=step, size=size)

@@ -1,4 +1,4 @@
-"""Memory and disk of a run: what the stored plan predicted, what it took, and batch sizes that it had to lower."""
+"""Records memory and disk of a run: predicted by the stored plan, observed, and batch sizes that it had to lower."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -20,14 +20,14 @@ _HANDLED = ".handled"
 
 @dataclass(frozen=True)
 class Usage:
-    """What a run takes, as predicted or as observed."""
+    """Resources of a run, predicted or observed."""
 
     memory_gib: float | None  # the most that torch's allocator gives out on rank 0's GPU; None: unknown
     disk_bytes: int  # of its checkpoints
 
 
 def describe_plan(key: str) -> dict[str, dict[str, str]]:
-    """Return what a new run records: what its predictions are stored under, as a section of env.json."""
+    """Return the key of a new run's stored predictions, as a section of env.json."""
     return {_PLAN: {"key": key}}
 
 
@@ -37,12 +37,12 @@ def read_plan_key(run: Path) -> str:
 
 
 def record_prediction(run: Path, predicted: Usage | None) -> None:
-    """Record what this attempt is predicted to take; None: no plan is stored. For the run's owner only."""
+    """Record the predicted usage of this attempt; None: no plan is stored. For the run's owner only."""
     update_env(run, _PLAN, {"predicted": predicted and asdict(predicted)})
 
 
 def record_usage(run: Path, *, memory_gib: float | None) -> None:
-    """Record what a run took. For the run's owner only."""
+    """Record a run's observed usage. For the run's owner only."""
     disk_bytes = sum(path.stat().st_size for path in run.glob("checkpoints/*") if path.is_file())
     update_env(run, _PLAN, {"observed": asdict(Usage(memory_gib, disk_bytes))})
 
@@ -91,11 +91,11 @@ def learn_from_errors(run: Path) -> str:
     append_event(run, {"event": OUT_OF_MEMORY, "micro_batch_size": size, "reason": reason, "message": smallest.summary})
     attempts = {error.attempt for error in asked}
     for error in errors:
-        if error.attempt in attempts:  # also what the other ranks said when they lost this one
+        if error.attempt in attempts:  # also the errors of other ranks when they lost this one
             error.path.rename(error.path.with_name(error.path.name + _HANDLED))
     return reason
 
 
 def is_handled(error: RankError) -> bool:
-    """Tell whether the next start of the run takes a smaller micro-batch because of this error."""
+    """Return whether the next start of the run takes a smaller micro-batch because of this error."""
     return isinstance(error.fields.get("next_micro_batch_size"), int)

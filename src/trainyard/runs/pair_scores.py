@@ -63,11 +63,11 @@ def write_pair_scores(path: Path, scores: Mapping[str, np.ndarray], *, step: int
         scores: as `TrainModule.select_pair_scores` returns them; finite.
         precision: in which they were computed.
     """
-    found = {kind: values for kind, values in scores.items() if len(values)}
-    metadata = {"step": str(step), "precision": precision, "kinds": " ".join(found)}
-    shapes = {kind: (len(values),) for kind, values in found.items()}
+    by_kind = {kind: values for kind, values in scores.items() if len(values)}
+    metadata = {"step": str(step), "precision": precision, "kinds": " ".join(by_kind)}
+    shapes = {kind: (len(values),) for kind, values in by_kind.items()}
     with create_tensor_file(path, shapes, metadata=metadata) as arrays:
-        for kind, values in found.items():
+        for kind, values in by_kind.items():
             arrays[kind][:] = values
 
 
@@ -106,17 +106,17 @@ def read_pair_scores(path: Path, *, kind: str, remedy: str) -> tuple[PairScores,
     Raises:
         UserError: the file is damaged, or has no impostors of this kind.
     """
-    found = map_tensor_file(path, remedy=remedy)
-    kinds = [name for name in found.metadata.get("kinds", "").split() if name != GENUINE]
-    if found.arrays.keys() != {GENUINE, *kinds} or any(array.ndim != 1 for array in found.arrays.values()):
+    mapped = map_tensor_file(path, remedy=remedy)
+    kinds = [name for name in mapped.metadata.get("kinds", "").split() if name != GENUINE]
+    if mapped.arrays.keys() != {GENUINE, *kinds} or any(array.ndim != 1 for array in mapped.arrays.values()):
         raise UserError(f"{path}: does not hold the scores of genuine and impostor pairs. Write it again: {remedy}")
     if kind and kind not in kinds:
         raise UserError(f"--impostors {kind}: this run has {', '.join(kinds) or 'none'}.")
     if not kinds:
         raise UserError(f"{path}: there were no impostor pairs among these samples. Use data that has some.")
     chosen = kind or kinds[0]
-    scores = PairScores(found.arrays[GENUINE], found.arrays[chosen], chosen, found.metadata.get("precision", ""))
-    return scores, found.metadata.get("step", "")
+    scores = PairScores(mapped.arrays[GENUINE], mapped.arrays[chosen], chosen, mapped.metadata.get("precision", ""))
+    return scores, mapped.metadata.get("step", "")
 
 
 def _round_up(rate: float) -> float:

@@ -25,7 +25,7 @@ _SCREEN_LINES = 20
 class Status:
     """The current status of a run."""
 
-    snapshot: RunSnapshot  # what it was derived from
+    snapshot: RunSnapshot  # its source
     state: State
     detail: str
     cause: str  # a `Cause`, or "signal <n>"; "" if nothing is wrong
@@ -103,12 +103,12 @@ def read_statuses(runs: Sequence[Path]) -> tuple[list[Status], str]:
 
 
 def render_table(statuses: Sequence[Status], now: float) -> str:
-    """Render one line per run, a second one if there are details, and what to type next."""
+    """Render one line per run, a second one if there are details, and the next command."""
     return "\n".join([*_render_rows(statuses, now), f"next: {suggest_command(_sort_by_urgency(statuses)[0])}"])
 
 
 def render_overview(statuses: Sequence[Status], now: float) -> str:
-    """Render the number of runs per state, the unfinished runs that fit on a screen, and what to type next."""
+    """Render the number of runs per state, the unfinished runs that fit on a screen, and the next command."""
     counts = Counter(status.state for status in statuses)
     urgent = _sort_by_urgency(statuses)
     left = [status for status in urgent if status.state != State.DONE]
@@ -122,7 +122,7 @@ def render_overview(statuses: Sequence[Status], now: float) -> str:
 
 
 def render_usage(statuses: Sequence[Status], usage: Mapping[str, JobUsage]) -> str:
-    """Render a line per run in Slurm: what its newest job requested, and what of it was used."""
+    """Render a line per run in Slurm: its newest job's request, and the usage of it."""
     head = ("RUN", "JOB", "FOR", "CORES", "BUSY", "MEMORY", "LARGEST RANK", "GPUS")
     rows = [head]
     for status in statuses:
@@ -154,7 +154,7 @@ def suggest_command(status: Status, name: str = "") -> str:
     """Return the command to type next: to see more of a run, or to resume it.
 
     Args:
-        name: what to call the run; "": its path.
+        name: of the run in the command; "": its path.
     """
     run = shlex.quote(name or str(status.run))
     if status.cause == Cause.HELD:

@@ -1,4 +1,4 @@
-"""Reads what was written about a run's last submission: the file decides what a resume executes, and where."""
+"""Reads the record of a run's last submission: the file decides the code and the place of a resume."""
 
 import re
 from pathlib import Path
@@ -17,10 +17,10 @@ _NOT_LOCAL = ("cluster_file", "hw")
 
 
 def read_submission(run: Path) -> dict[str, Any]:
-    """Return what was written about a run's last submission.
+    """Return the record of a run's last submission.
 
     Raises:
-        UserError: the file is missing or damaged, or says something that no submission writes.
+        UserError: the file is missing or damaged, or has a value that no submission writes.
     """
     path = run / SUBMISSION
     try:
@@ -34,12 +34,12 @@ def read_submission(run: Path) -> dict[str, Any]:
             f"{path}: {problem}, so how this run was submitted is not known. Restore the file from a copy, or resume "
             f"the run on this machine, with the code of this checkout: trainyard resume {quote_path(run)} --here"
         )
-    found: dict[str, Any] = submission
-    return found
+    checked: dict[str, Any] = submission
+    return checked
 
 
 def _find_problem(submission: dict[str, Any]) -> str:
-    """Return what is wrong, or ""."""
+    """Return an error, or ""."""
     is_local = submission.get("scheduler") == "local"
     for key in (*_TEXTS, *_COUNTS):
         value = submission.get(key)

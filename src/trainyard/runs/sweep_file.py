@@ -44,7 +44,7 @@ class Sweep:
 
 
 def exists(name: str, root: Path) -> bool:
-    """Tell whether a sweep has exactly this name."""
+    """Return whether a sweep has exactly this name."""
     return (root / FOLDER / name / FILE).is_file()
 
 

@@ -2,7 +2,7 @@
 
 A file is the length of its header (8 bytes, little-endian), the header in JSON, and the arrays one after the other:
 https://github.com/huggingface/safetensors, "Format". Here every number is a float32. The library reads the header of a
-stranger's file; it writes only arrays that are in memory, so what is written as it comes is laid out here.
+stranger's file; it writes only arrays that are in memory, so arrays written part by part are laid out here.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ def map_tensor_file(path: Path, *, remedy: str) -> TensorFile:
     """Map a file that `create_tensor_file` wrote, after checking that the header describes exactly its bytes.
 
     Args:
-        remedy: what to type to get such a file, for the error.
+        remedy: the command that makes such a file, for the error.
 
     Raises:
         TensorFileError: it is missing, a link, damaged, or another kind of file.

@@ -34,7 +34,7 @@ _ROOT = 0
 
 
 class UntrustedRun(UserError):
-    """Others own or can change what a command would execute."""
+    """A command would execute files that others own or can change."""
 
 
 class _Fault(NamedTuple):
@@ -55,8 +55,8 @@ def require_trust(
 ) -> None:
     """Check the folders of runs, and of their sweep, before anything in them is executed or written.
 
-    A folder, and what is executed or believed from it, must belong to this user, who alone can change it. No link may
-    lead out of a folder. The code and the cluster file that a submission names are checked likewise.
+    A folder, and its files that are executed or believed, must belong to this user, who alone can change it. No link
+    may lead out of a folder. The code and the cluster file that a submission names are checked likewise.
 
     Args:
         folders: the runs, after their sweep if a sweep is continued.
@@ -65,10 +65,10 @@ def require_trust(
         named: folders of code that the folders name in another way; checked like those of a submission.
         is_chosen: tells whether the user gets this cluster file without the folder, so that it need not be checked.
         trusted: the user knows all this: nothing is checked but that the folders can be written.
-        command: what the user typed, without the flag.
+        command: as the user typed it, without the flag.
 
     Raises:
-        UntrustedRun: names the owner, the mode, what would be executed, and what to type.
+        UntrustedRun: names the owner, the mode, the executed files, and the command to type.
     """
     roots = list(dict.fromkeys(folder.resolve() for folder in folders))
     if trusted:
@@ -93,10 +93,10 @@ def require_own_file(file: Path, *, purpose: str) -> None:
     """Refuse a file of this user's if another user owns it, or others can change it.
 
     Args:
-        purpose: what the file decides, for the message.
+        purpose: of the file, for the message.
 
     Raises:
-        UntrustedRun: says who, and what to type.
+        UntrustedRun: names them, and the command to type.
     """
     place = file.resolve()
     faults = list(_find_faults(place, place.stat(), [os.geteuid(), _ROOT]))
@@ -124,11 +124,11 @@ def _require_writable(root: Path) -> None:
         )
 
 
-# What is searched
+# The search
 
 
 def _search_folder(root: Path, *, alone: Sequence[str] = ("*",), owners: Sequence[int] = ()) -> Iterator[_Fault]:
-    """Yield the faults of a folder: of itself, and of what is in it.
+    """Yield the faults of a folder and of its content.
 
     Args:
         alone: names of the entries that nobody else may own or change, as patterns.
@@ -142,7 +142,7 @@ def _search_folder(root: Path, *, alone: Sequence[str] = ("*",), owners: Sequenc
         if fault := _find_odd_kind(path, status, root):
             yield fault
         elif stat.S_ISLNK(status.st_mode):
-            continue  # its mode means nothing, and what it leads to is checked where it is
+            continue  # its mode means nothing, and its target is checked where it is
         elif any(fnmatch(path.relative_to(root).parts[0], pattern) for pattern in alone):
             yield from _find_faults(path, status, allowed)
 
@@ -153,7 +153,7 @@ def _search_named(path: Path, roots: Sequence[Path], is_chosen: Callable[[Path],
     if any(place.is_relative_to(root) for root in roots) or not place.exists():
         return
     if place.is_dir():
-        # Root could change the interpreter as well: what it installed, or a container mounts, is as good as that.
+        # Root could change the interpreter as well: root's files and a container's mounts are as good as that.
         yield from _find_faults(place.parent, place.parent.stat(), [_find_user_on(place.parent), _ROOT])
         yield from _search_folder(place, owners=(_ROOT,))
     elif not is_chosen(path):
@@ -186,7 +186,7 @@ def _find_odd_kind(path: Path, status: os.stat_result, root: Path) -> _Fault | N
 
 
 def _walk(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield everything below a folder, without following links. What cannot be read cannot be executed either."""
+    """Yield everything below a folder, without following links. Unreadable files cannot be executed either."""
     for path in sorted(root.iterdir()):
         status = path.lstat()
         yield path, status
@@ -217,7 +217,7 @@ def _list_named(root: Path, keys: Sequence[str]) -> list[Path]:
 
 
 def _list_executed(root: Path) -> list[str]:
-    """Return what a command would execute or believe, for the message."""
+    """Return the files that a command would execute or believe, for the message."""
     if not os.access(root, os.R_OK | os.X_OK):
         return []
     names = sorted(p.name for p in root.iterdir() if any(fnmatch(p.name, pattern) for pattern in _OWNED_ALONE))

@@ -64,7 +64,7 @@ class Verdict(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """What went wrong first in an attempt."""
+    """The first fault of an attempt."""
 
     cause: str
     who: str
@@ -72,7 +72,7 @@ class Fault(NamedTuple):
 
 
 def is_managed_by_slurm(snapshot: RunSnapshot, job: SlurmJob | None) -> bool:
-    """Tell whether the run's current or last execution is its Slurm job, not one that was started outside Slurm."""
+    """Return whether the run's current or last execution is its Slurm job, not one that was started outside Slurm."""
     if not snapshot.slurm_job_id:
         return False
     if job is not None and job.state in (*_PENDING_STATES, *_RUNNING_STATES):
@@ -124,13 +124,13 @@ def _judge_slurm_job(
 
 
 def _name_both_jobs(snapshot: RunSnapshot, newest: Attempt | None, verdict: Verdict) -> Verdict:
-    """Add to what a job does that packs data what it means for the job that trains on them."""
+    """Extend the verdict on a packing job by its meaning for the job that trains on the data."""
     packing, training = snapshot.slurm_job_ids
     fault = find_first_fault(snapshot, newest) if newest is not None and verdict.state == State.FAILED else None
     error = fault.lines[0].removeprefix(f"{fault.who}: ") if fault else verdict.detail
-    said = cut(" ".join(error.split()), SCREEN_WIDTH) or verdict.state
+    reason = cut(" ".join(error.split()), SCREEN_WIDTH) or verdict.state
     then = "waits for it" if verdict.state in ACTIVE else "does not start"
-    return verdict._replace(detail=f"packing (Slurm job {packing}): {said} -> training (Slurm job {training}) {then}")
+    return verdict._replace(detail=f"packing (Slurm job {packing}): {reason} -> training (Slurm job {training}) {then}")
 
 
 def _judge_pending_job(snapshot: RunSnapshot, job: SlurmJob, newest: Attempt | None) -> Verdict:
@@ -194,14 +194,14 @@ def _judge_ended_job(snapshot: RunSnapshot, job: SlurmJob, newest: Attempt | Non
 
 
 def _describe_cancellation(snapshot: RunSnapshot, job: SlurmJob) -> str:
-    """Say who cancelled a job, unless it was its owner; Slurm knows that only with accounting."""
+    """Name the user who cancelled a job, unless it was its owner; Slurm knows that only with accounting."""
     if snapshot.cancelled or job.cancelled_by == snapshot.run.stat().st_uid:
         return describe_cause(Cause.CANCELLED)
     return f"cancelled {'outside Trainyard' if job.cancelled_by is None else f'by {name_user(job.cancelled_by)}'}"
 
 
 def _explain_broken_chain(snapshot: RunSnapshot, newest: Attempt | None) -> str:
-    """Say why a run never started that had to wait for another to be done; "" if that is not why."""
+    """Explain why a run that waited for another never started; "" if there is another reason."""
     if newest is not None or not (path := find_named_run(snapshot.submission, "after")):
         return ""
     before = read_run(path)
@@ -250,7 +250,7 @@ def _judge_unknown_job(
 
 
 def _describe_restart(snapshot: RunSnapshot, newest: Attempt | None, *, is_pending: bool = False) -> str:
-    """Say after what a job starts again. If Slurm killed it, it could record nothing; a preempted one got a signal.
+    """Name the cause of a job's restart. If Slurm killed it, it could record nothing; a preempted one got a signal.
 
     Args:
         is_pending: Slurm has requeued it, so its attempt asks no more, though its note may be there.
@@ -293,7 +293,7 @@ def _judge_local_run(snapshot: RunSnapshot, *, now: float) -> Verdict:
 
 
 def _is_starting(snapshot: RunSnapshot, now: float) -> bool:
-    """Tell whether it was just submitted to this machine and none of its processes has written anything yet."""
+    """Return whether it was just submitted to this machine and none of its processes has written anything yet."""
     if snapshot.submission.get("scheduler") != "local":
         return False
     newest, submitted = snapshot.newest_attempt, parse_time(snapshot.submission["submitted"])
@@ -372,7 +372,7 @@ def _find_killed_rank(snapshot: RunSnapshot, attempt: Attempt) -> Fault | None:
         who = f"on {ended[0]['node'] if ended else attempt.nodes}"
         return Fault(Cause.NO_COMMAND, who, [f"{who}: there is no {missing[1] or missing[2]}"])
     number = (attempt.code or 0) - 128
-    if number in signal.valid_signals():  # srun has codes of its own, such as 255
+    if number in signal.valid_signals():  # srun also has other codes, such as 255
         return Fault(f"signal {number}", who, [f"srun ended with code {attempt.code}: signal {number}"])
     return None
 

@@ -1,4 +1,4 @@
-"""Explains why a run waits, stopped or failed: the first fault, the attempts, and what to type next."""
+"""Explains why a run waits, stopped or failed: the first fault, the attempts, and the next command."""
 
 import shlex
 import time
@@ -29,7 +29,7 @@ _FAULTS = (
 
 
 def explain_run(run: Path) -> str:
-    """Explain a run in a few lines: its status, the first fault, its attempts, and what to type next."""
+    """Explain a run in a few lines: its status, the first fault, its attempts, and the next command."""
     (status,), note = read_statuses([run])
     wait = NO_WAIT
     if status.state == State.WAITING and status.slurm_job_id and not status.slurm_unavailable_reason:
@@ -57,9 +57,9 @@ def _explain_cause(status: Status, wait: Wait) -> list[str]:
     cause = [f"cause: {describe_cause(status.cause)}"] if status.cause else []
     reason = [f"It waits: {wait.text}."] if wait.text else []
     if status.state == State.SILENT:
-        return ["It may hang, or a step takes long: see its log. Cancelling and resuming loses what is not saved."]
+        return ["It may hang, or a step takes long: see its log. Cancelling and resuming loses unsaved steps."]
     if status.state == State.WAITING and newest is not None and newest.cause in _FAULTS:
-        return [*reason, "It resumes by itself. What failed:", *_describe_failure(status)]
+        return [*reason, "It resumes by itself. The failure:", *_describe_failure(status)]
     if status.state in (*ACTIVE, State.DONE, State.NEW):
         return [*cause, *reason] or ["Nothing is wrong."]
     host = [f"host: {newest.reason}"] if newest is not None and newest.reason else []
@@ -104,7 +104,7 @@ def _build_row(attempt: Attempt, status: Status) -> Sequence[str]:
 
 
 def _advise(status: Status) -> str:
-    """Return what to type next: the command that resumes the run, with what to change before or with it."""
+    """Return the next command: it resumes the run, with the change to make before or with it."""
     if status.state == State.SILENT:
         return f"trainyard logs -f {shlex.quote(str(status.run))}"
     if status.state not in (State.FAILED, State.LOST):
@@ -133,7 +133,7 @@ def _advise(status: Status) -> str:
         case Cause.DISK_FULL:
             return f"free disk space for {status.run}, then: {resume}"
         case Cause.DISK_ERROR:
-            return f"see what the system says of the disk of {status.run} (dmesg), then: {resume}"
+            return f"see the system's messages about the disk of {status.run} (dmesg), then: {resume}"
         case Cause.NO_COMMAND:
             return (
                 f"have that node provide it, or correct setup, python or container in the cluster file, then: {resume}"
@@ -143,7 +143,7 @@ def _advise(status: Status) -> str:
         case Cause.BUG:
             return f"fix the code, then: {resume}{' --update-code' if status.slurm_job_id else ''}"
         case Cause.USER_ERROR:
-            return f"do what the message says, then: {resume} (to change what a run keeps: {restart} OPTION=VALUE)"
+            return f"follow the message, then: {resume} (for an option that a run keeps: {restart} OPTION=VALUE)"
         case Cause.NO_PROGRESS if newest is not None and newest.code == ExitCode.PREEMPTED:
             return f"save more often: {resume} checkpoint.every=5min, or give it more time: {resume} --time LENGTH"
         case Cause.NO_PROGRESS:

@@ -1,4 +1,4 @@
-"""Measures what each optimisation gives on this machine: alone, in a loop without any, and with all the others.
+"""Measures the gain of each optimisation on this machine: alone, in a loop without any, and with all the others.
 
 Each round measures every loop once, in random order: other work on the machine slows all loops alike. A gain is the
 geometric mean of the rounds' ratios, with Student's 95 % interval of their logarithms. The control, a loop that is
@@ -39,7 +39,7 @@ _MOST_WORKERS = 4  # the guides' number
 
 @dataclass(frozen=True)
 class Switch:
-    """One optimisation: what it changes in a loop, and in which loop it can be changed alone."""
+    """One optimisation: its change in a loop, and the loop in which it can be changed alone."""
 
     name: str
     on: Mapping[str, Any]  # fields of `Loop`
@@ -66,7 +66,7 @@ Pair = tuple[tuple[Subject, ...], tuple[Subject, ...]]
 
 @dataclass
 class Row:
-    """What was measured of one switch."""
+    """Measurements of one switch."""
 
     switch: str
     of: str
@@ -101,7 +101,7 @@ def list_switches(runner: LoopRunner, naive: Loop, full: Loop, environ: Mapping[
     context, module = runner.context, runner.module
     on_cpu = context.device.type == "cpu"
     no_gpu = "needs a GPU" if on_cpu else ""
-    no_halves = "" if context.precision.dtype != "fp32" else "fp32 is what this card or the job's precision= allows"
+    no_halves = "" if context.precision.dtype != "fp32" else "this card or the job's precision= allows fp32 alone"
     images = "" if IMAGE in context.data.records else "the job has no images"
     encoded = any(records.kind not in (ARRAY, RAGGED) for records in context.data.records.values())
     compiler = explain_missing_compiler(read_capability(context.device), environ) or ""
@@ -432,4 +432,4 @@ def draw_result(job: str, result: Result) -> bytes:
         axes.set_yticks(range(len(shown)), [row.switch for row in shown], fontsize=6)
         axes.legend(fontsize=6)
 
-    return draw_figure(f"{job}: what each switch gives", draw, x_label="times as fast")
+    return draw_figure(f"{job}: gain of each switch", draw, x_label="times as fast")

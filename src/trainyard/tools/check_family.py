@@ -36,15 +36,15 @@ STEPS = 12  # on one batch, in which the loss falls by a tenth
 
 
 class CheckFailed(Exception):
-    """What was checked is not so; the message says what was found."""
+    """A check failed; the message has the finding."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one check found."""
+    """The result of one check."""
 
     name: str
-    failure: str  # what is wrong; "": nothing
+    failure: str  # the finding; "": none
 
     @property
     def passed(self) -> bool:
@@ -61,7 +61,7 @@ class Family:
         return load_family(self.jobs_dir, self.family, part)
 
     def import_tests(self) -> ModuleType:
-        """Import the family's own tests, which say what a perfect prediction is."""
+        """Import the family's own tests, which define a perfect prediction."""
         return importlib.import_module(f".test_{self.family}", self.import_part("config").__package__)
 
     @cached_property
@@ -116,7 +116,7 @@ def check_family(jobs_dir: Path, family: str, scratch: Path) -> Iterator[Result]
         command = f"trainyard new {quote_path(family)} --jobs {quote_path(jobs_dir)}"
         raise UserError(f"{jobs_dir / family}: no such family. Write one: {command}")
     subject = Family(jobs_dir.resolve(), family, scratch)
-    has_data, said = True, set[str]()
+    has_data, reported = True, set[str]()
     for name, check in CHECKS.items():
         failure = ""
         if not has_data and check not in _FORM:
@@ -127,8 +127,8 @@ def check_family(jobs_dir: Path, family: str, scratch: Path) -> Iterator[Result]
             failure = str(error).removesuffix(SEE_INTERFACE)  # once, at the end
         except Exception as error:  # the family's code, which is being tried, may raise anything
             failure = f"{type(error).__name__}: {error} ({find_place(error)})"
-        yield Result(name, "as said above" if failure in said else failure)
-        said |= {failure} - {""}
+        yield Result(name, "as said above" if failure in reported else failure)
+        reported |= {failure} - {""}
         if failure and check in _NEEDED:
             has_data = False
 
@@ -141,23 +141,23 @@ def _expect(holds: object, message: str) -> None:
 def check_files(family: Family) -> None:
     usual = ["config.py", "pack.py", "module.py", "README.md", f"test_{family.family}.py", f"{family.family}.yaml"]
     missing = [name for name in [*usual, f"{family.family}_smoke.yaml"] if not (family.folder / name).is_file()]
-    _expect(not missing, f"{family.folder}: lacks {', '.join(missing)}. What belongs there: {INTERFACE}")
+    _expect(not missing, f"{family.folder}: lacks {', '.join(missing)}. Expected files: {INTERFACE}")
 
 
 def check_presets(family: Family) -> None:
-    """Check that every preset composes and says what it is for, and every option what it does."""
+    """Check that every preset composes and has a first line about its purpose, and every option a text."""
     presets = {name: path for name, path in find_jobs(family.jobs_dir).items() if path.parent.name == family.family}
-    found = [configs.compose(name, [], family.jobs_dir) for name in presets]
+    composed = [configs.compose(name, [], family.jobs_dir) for name in presets]
     plain = [path.name for path in presets.values() if not path.read_text().startswith("# ")]
-    silent = {option.name for config in found for option in configs.list_options(config) if not option.doc}
-    lacks = [f"{family.folder}: {join_names(plain)}: expected a first line '# what the preset is for'."] * bool(plain)
+    silent = {option.name for config in composed for option in configs.list_options(config) if not option.doc}
+    lacks = [f"{family.folder}: {join_names(plain)}: expected a first line '# purpose of the preset'."] * bool(plain)
     file, named = family.folder / "config.py", join_names(sorted(silent))
-    lacks += [f"{file}: options have no words about what they do: {named}."] * bool(silent)
+    lacks += [f"{file}: options have no words about their effect: {named}."] * bool(silent)
     _expect(not lacks, " ".join(lacks))
 
 
 def check_packing(family: Family) -> None:
-    """Check that what was packed reads back equal to what `samples` yields."""
+    """Check that packed data read back equal to the samples that `samples` yields."""
     pack, data = family.import_part("pack"), family.data
     samples = list(pack.samples(family.raw, family.config))
     artifacts = (pack.fit_artifacts(family.raw, family.config),) if hasattr(pack, "fit_artifacts") else ()
@@ -174,8 +174,8 @@ def check_packing(family: Family) -> None:
 
 def _reads_back(data: ShardSet, i: int, name: str, value: Any) -> bool:
     if isinstance(value, Ragged | Audio):
-        stored, found = data.read_arrays(name, np.array([i]))[0], getattr(value, "values", None)
-        expected = value.data if isinstance(value, Audio) else found
+        stored, values = data.read_arrays(name, np.array([i]))[0], getattr(value, "values", None)
+        expected = value.data if isinstance(value, Audio) else values
         return stored.tobytes() == (expected if isinstance(expected, bytes) else np.asarray(expected).tobytes())
     if isinstance(value, bytes):
         return data.read_bytes(name, np.array([i]))[0].tobytes() == value
@@ -189,7 +189,7 @@ def _reads_back(data: ShardSet, i: int, name: str, value: Any) -> bool:
 
 
 def check_splits(family: Family) -> None:
-    """Check that there are training and validation samples, and what a run checks of sets."""
+    """Check that there are training and validation samples, and that sets meet a run's rules."""
     missing = [name for name in ("train", "val") if not len(family.splits.get(name, ()))]
     _expect(not missing, f"splits() has no samples in {' and '.join(missing)}.")
 
@@ -203,9 +203,9 @@ def check_loss(family: Family) -> None:
     lr = family.config.optimizer.lr if is_own(module, "build_optimizer") else 3e-3
     losses = []
     for _ in range(STEPS):
-        found = train_step(state, [micro], lr=lr, world_size=1, seed=0, clip_grad_norm=1.0, autocast=nullcontext)
-        losses.append(float(found.losses["loss"]))
-        state.progress.step = 1  # what is said of a first step is said once
+        result = train_step(state, [micro], lr=lr, world_size=1, seed=0, clip_grad_norm=1.0, autocast=nullcontext)
+        losses.append(float(result.losses["loss"]))
+        state.progress.step = 1  # messages about a first step appear once
     _expect(
         min(losses[-3:]) < 0.9 * losses[0],
         f"the loss goes from {losses[0]:.4g} to {losses[-1]:.4g} in {STEPS} steps on one batch: expected a tenth less.",
@@ -261,9 +261,9 @@ def check_listings(family: Family) -> None:
         _expect(keys == data.read_keys(np.arange(data.count)), "list_labelled yields other samples than samples().")
         _expect(artifacts == data.artifacts, "list_labelled returns other artifacts than the run's.")
     if hasattr(pack, "unlabelled"):
-        found = list(pack.unlabelled(family.raw, family.config, data.artifacts))
-        found[0].load()
-        _expect(len(found) > 10, f"unlabelled yields {len(found)} samples of the {data.count} that were generated.")
+        files = list(pack.unlabelled(family.raw, family.config, data.artifacts))
+        files[0].load()
+        _expect(len(files) > 10, f"unlabelled yields {len(files)} samples of the {data.count} that were generated.")
 
 
 def check_resume(family: Family) -> None:
@@ -293,7 +293,7 @@ def _compare_runs(jobs_dir: Path, scratch: Path, family: str, answer: "SimpleQue
 
 
 CHECKS: Mapping[str, Callable[[Family], None]] = {
-    "what was packed reads back equal": check_packing,
+    "packed data read back equal": check_packing,
     "sets share no sample": check_splits,
     "forward and predict return what training reads": check_returns,
     "the loss falls on one batch": check_loss,
@@ -304,7 +304,7 @@ CHECKS: Mapping[str, Callable[[Family], None]] = {
     "the usual files are there": check_files,
     "every preset composes, and every option is explained": check_presets,
 }
-"""What training relies on, and then how a family is written."""
+"""Checks that training relies on, and then of a family's form."""
 
 _FORM = (check_files, check_presets)
 _NEEDED = (check_packing, check_splits)

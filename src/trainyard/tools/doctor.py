@@ -1,7 +1,7 @@
-"""Finds what limits a job's training on this machine, with the numbers that say so, and what fixing it gives at most.
+"""Finds the limit of a job's training on this machine, with the numbers that show it, and the most that a fix can give.
 
 Three rates answer most of it: steps on a batch that is on the device already, the loader alone, both together. They are
-measured by turns, each in several rounds.
+measured in turn, each in several rounds.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ _SYNCS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "_unique2", "
 
 @dataclass(frozen=True)
 class Fault:
-    """What slows training down."""
+    """A cause of slow training."""
 
     name: str
     found: str
@@ -74,12 +74,12 @@ class Fault:
 
 @dataclass
 class Diagnosis:
-    """What was measured, and what follows."""
+    """Measurements, and the faults that follow."""
 
     ranks: int
     rates: dict[str, Summary] = field(default_factory=dict)  # samples per second of all ranks
     step_ms: dict[str, float] = field(default_factory=dict)  # by stage of a step on the device
-    slowdowns: list[float] = field(default_factory=list)  # by turns: steps alone, as a multiple of both together
+    slowdowns: list[float] = field(default_factory=list)  # by turn: steps alone, as a multiple of both together
     loader_shares: dict[str, float] = field(default_factory=dict)
     around_ms: dict[str, float] = field(default_factory=dict)  # per step: evaluation, save
     facts: dict[str, str] = field(default_factory=dict)  # of the machine, by name
@@ -98,26 +98,26 @@ def diagnose(trial: Trial, *, seconds: float) -> Diagnosis:
     Args:
         seconds: for the three rates together; the rest takes a few more.
     """
-    found = Diagnosis(ranks=trial.context.world.world_size)
+    diagnosis = Diagnosis(ranks=trial.context.world.world_size)
     cached = trial.read_step()
     trial.take_step(cached)  # creates the optimizer's state, and compiles
     trial.wait()
-    _measure_rates(trial, cached, found, seconds=seconds)
-    _split_step(trial, cached, found)
-    _find_slow_rank(trial, cached, found)
-    _find_host_syncs(trial, cached, found)
-    _measure_threads(trial, found)
-    _measure_around(trial, found)
-    _measure_disk(trial, found)
-    _look_at_machine(trial, cached, found)
-    judge_input(found)
-    return found
+    _measure_rates(trial, cached, diagnosis, seconds=seconds)
+    _split_step(trial, cached, diagnosis)
+    _find_slow_rank(trial, cached, diagnosis)
+    _find_host_syncs(trial, cached, diagnosis)
+    _measure_threads(trial, diagnosis)
+    _measure_around(trial, diagnosis)
+    _measure_disk(trial, diagnosis)
+    _look_at_machine(trial, cached, diagnosis)
+    judge_input(diagnosis)
+    return diagnosis
 
 
 # Rates
 
 
-def _measure_rates(trial: Trial, cached: list[MicroBatch], found: Diagnosis, *, seconds: float) -> None:
+def _measure_rates(trial: Trial, cached: list[MicroBatch], diagnosis: Diagnosis, *, seconds: float) -> None:
     size, ranks = trial.samples_per_step, trial.context.world.world_size
     per_turn_s = seconds / (3 * _ROUNDS)
     once_s = _agree(_time_step(trial, cached))
@@ -151,25 +151,25 @@ def _measure_rates(trial: Trial, cached: list[MicroBatch], found: Diagnosis, *, 
                 elapsed_s, count = _measure(trial, works[name])
                 values[name].append(count / elapsed_s)
                 if name != LOADER:
-                    sampler.counts = before  # the loader's stages are those of its own turns
+                    sampler.counts = before  # the loader's stages are counted in its turns only
     rates = distributed.gather_to_rank0(values)
     for name in values:
         rounds = [min(rank[name][i] for rank in rates) for i in range(_ROUNDS)] if rates else values[name]
         values[name] = rounds
-        found.rates[name] = Summary.from_values(rounds)
-    found.slowdowns = [alone / both for alone, both in zip(values[COMPUTE], values[TOGETHER], strict=True)]
-    found.loader_shares = sampler.compute_shares()
+        diagnosis.rates[name] = Summary.from_values(rounds)
+    diagnosis.slowdowns = [alone / both for alone, both in zip(values[COMPUTE], values[TOGETHER], strict=True)]
+    diagnosis.loader_shares = sampler.compute_shares()
 
 
 def _drain(trial: Trial, stream: Iterator[MicroBatch]) -> None:
-    """Take what the loader has read ahead while it was not measured; the first time, start it."""
+    """Take batches that the loader has read ahead while it was not measured; the first time, start it."""
     for _ in range(trial.context.config.data.prefetch + 2):
         for _ in trial.take_micro_batches(stream):
             pass
 
 
 def _measure(trial: Trial, work: Callable[[], T]) -> tuple[float, T]:
-    """Return the seconds of work, with what the device does of it, and what it returns."""
+    """Return the seconds of work, with the device's part of it, and its result."""
     trial.wait()
     begin = time.perf_counter()
     result = work()
@@ -203,7 +203,7 @@ class _TimedModel:
         return losses
 
 
-def _split_step(trial: Trial, cached: list[MicroBatch], found: Diagnosis) -> None:
+def _split_step(trial: Trial, cached: list[MicroBatch], diagnosis: Diagnosis) -> None:
     """Time the parts of a step without all-reduce, and what all-reduce adds."""
     state, model, optimizer_begins = trial.state, trial.state.model, [0.0]
 
@@ -221,15 +221,15 @@ def _split_step(trial: Trial, cached: list[MicroBatch], found: Diagnosis) -> Non
         parts["forward"].append(timed.seconds)
         parts["optimizer"].append(optimizer_s)
         parts["backward"].append(alone_s - timed.seconds - optimizer_s)
-        if found.ranks > 1:
+        if diagnosis.ranks > 1:
             parts["all-reduce"].append(max(0.0, _time_step(trial, cached) - alone_s))
     hook.remove()
-    found.step_ms = {name: 1e3 * median(seconds) for name, seconds in parts.items() if seconds}
+    diagnosis.step_ms = {name: 1e3 * median(seconds) for name, seconds in parts.items() if seconds}
 
 
-def _find_slow_rank(trial: Trial, cached: list[MicroBatch], found: Diagnosis) -> None:
+def _find_slow_rank(trial: Trial, cached: list[MicroBatch], diagnosis: Diagnosis) -> None:
     """Compare the ranks' times of a step without all-reduce."""
-    if found.ranks == 1:
+    if diagnosis.ranks == 1:
         return
     whole, trial.state.model = trial.state.model, trial.state.module
     steps = max(1, math.ceil(_COMPARED_S / _agree(_time_step(trial, cached))))
@@ -241,11 +241,11 @@ def _find_slow_rank(trial: Trial, cached: list[MicroBatch], found: Diagnosis) ->
     distributed.barrier()
     gathered = distributed.gather_to_rank0((own_s, os.uname().nodename))
     if gathered is not None:
-        judge_ranks(found, [seconds for seconds, _ in gathered], [host for _, host in gathered])
+        judge_ranks(diagnosis, [seconds for seconds, _ in gathered], [host for _, host in gathered])
 
 
-def judge_ranks(found: Diagnosis, seconds: list[list[float]], hosts: list[str]) -> None:
-    """Say whether one rank is slower than the others in three of four turns: others' work hits now this, now that.
+def judge_ranks(diagnosis: Diagnosis, seconds: list[list[float]], hosts: list[str]) -> None:
+    """Find a rank that is slower than the others in three of four turns: others' work hits now this, now that.
 
     Args:
         seconds: of a step, by rank and turn.
@@ -253,17 +253,19 @@ def judge_ranks(found: Diagnosis, seconds: list[list[float]], hosts: list[str]) 
     medians = [median(turns) for turns in seconds]
     slowest = int(np.argmax(medians))
     others = median(medians[:slowest] + medians[slowest + 1 :])
-    found.facts["ranks"] = f"a step without all-reduce takes {min(medians) * 1e3:.0f} to {max(medians) * 1e3:.0f} ms"
+    diagnosis.facts["ranks"] = (
+        f"a step without all-reduce takes {min(medians) * 1e3:.0f} to {max(medians) * 1e3:.0f} ms"
+    )
     by_turns = np.array(seconds)
     ratios = by_turns[slowest] / np.median(np.delete(by_turns, slowest, axis=0), axis=0)
     gain = float(np.median(ratios))
     if gain >= WORTH and np.quantile(ratios, 0.25) >= WORTH:
-        found.faults.append(
+        diagnosis.faults.append(
             Fault(
                 "slow rank",
-                f"rank {slowest} on {hosts[slowest]} takes {medians[slowest] * 1e3:.0f} ms for what the others do "
-                f"in {others * 1e3:.0f} ms, and all wait for it",
-                "look at its clocks, its temperature and what else runs there; leave out its node (--exclude)",
+                f"rank {slowest} on {hosts[slowest]} takes {medians[slowest] * 1e3:.0f} ms a step, the others "
+                f"{others * 1e3:.0f} ms, and all wait for it",
+                "look at its clocks, its temperature and other processes there; leave out its node (--exclude)",
                 gain=gain,
             )
         )
@@ -285,11 +287,11 @@ class _SyncCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _waits_for_copy(tensor: Tensor, *, device: Any = None, non_blocking: bool = False, **_: Any) -> bool:
-    """Tell whether a copy is one from a GPU that the host waits for, as of tensor.cpu() and tensor.tolist()."""
+    """Return whether a copy is one from a GPU that the host waits for, as of tensor.cpu() and tensor.tolist()."""
     return tensor.is_cuda and device is not None and torch.device(device).type == "cpu" and not non_blocking
 
 
-def _find_host_syncs(trial: Trial, cached: list[MicroBatch], found: Diagnosis) -> None:
+def _find_host_syncs(trial: Trial, cached: list[MicroBatch], diagnosis: Diagnosis) -> None:
     counter = _SyncCounter()
     with counter, allow_nondeterministic_operators():
         for micro_batch in cached[:1]:
@@ -297,12 +299,12 @@ def _find_host_syncs(trial: Trial, cached: list[MicroBatch], found: Diagnosis) -
                 trial.state.module(micro_batch.batch)["loss"].backward()
     trial.state.optimizer.zero_grad(set_to_none=True)
     total = sum(counter.lines.values())
-    found.facts["host waits"] = f"{total} in a micro-batch"
+    diagnosis.facts["host waits"] = f"{total} in a micro-batch"
     if total >= _FEW_SYNCS:
         on_gpu = trial.context.device.type == "cuda"
         share = _measure_busy_share(trial, cached) if on_gpu else 1.0
         cost = f"the GPU is idle {1 - share:.0%} of a step" if on_gpu else "free on this CPU; a GPU would be idle then"
-        found.faults.append(
+        diagnosis.faults.append(
             Fault(
                 "host waits in the step",
                 f"{total} times in each micro-batch a value is read from the device, most often in "
@@ -322,12 +324,12 @@ def _measure_busy_share(trial: Trial, cached: list[MicroBatch]) -> float:
     return min(1.0, busy_us / 1e6 / step_s)
 
 
-def _measure_threads(trial: Trial, found: Diagnosis) -> None:
+def _measure_threads(trial: Trial, diagnosis: Diagnosis) -> None:
     """Compare steps with the run's threads of torch and of the loader, and with as many as there are cores."""
     context = trial.context
     here, cores, on_cpu = context.world.local_world_size, count_cores(), context.device.type == "cpu"
     used = (torch.get_num_threads() if on_cpu else 1, context.threads)
-    found.facts["threads"] = f"{used[0]} of torch and {used[1]} of the loader on {cores} cores"
+    diagnosis.facts["threads"] = f"{used[0]} of torch and {used[1]} of the loader on {cores} cores"
     most = max(1, cores // here)
     fair = (min(used[0], most), min(used[1], most))
     if used == fair:
@@ -345,7 +347,7 @@ def _measure_threads(trial: Trial, found: Diagnosis) -> None:
         torch.set_num_threads(used[0])
     by_torch, variable = used[0] > most, "OMP_NUM_THREADS"
     advice = f"unset {variable}" if variable in os.environ else f"set {variable}={most}"
-    found.faults.append(
+    diagnosis.faults.append(
         Fault(
             "oversubscribed threads",
             f"{here * used[0]} threads of torch and {here * used[1]} of the loader share {cores} cores; with "
@@ -365,21 +367,21 @@ def _take_steps(trial: Trial, stream: Iterator[MicroBatch]) -> None:
 # Around the step
 
 
-def _measure_around(trial: Trial, found: Diagnosis) -> None:
-    """Measure a save and an evaluation, and compute what they take per step at the run's intervals."""
+def _measure_around(trial: Trial, diagnosis: Diagnosis) -> None:
+    """Measure a save and an evaluation, and compute their time per step at the run's intervals."""
     context, config = trial.context, trial.context.config
     steps = len(context.orders(0))
-    step_ms = 1e3 * trial.samples_per_step / found.rates[TOGETHER].median
+    step_ms = 1e3 * trial.samples_per_step / diagnosis.rates[TOGETHER].median
     if distributed.is_rank0():
         content = encode_state(trial.state, fingerprint="", metrics_position=0, artifacts={})
         begin = time.perf_counter()
         checkpoint.save(context.run / "measured", content, step=0, meta={})
-        found.facts["save"] = f"{time.perf_counter() - begin:.2f} s, while training goes on"
+        diagnosis.facts["save"] = f"{time.perf_counter() - begin:.2f} s, while training goes on"
     ids = context.splits.get(VALIDATION, np.empty(0, dtype=np.int64))
     every = Duration.parse(config.eval_every)
     if len(ids):
         batch = min(context.eval_batch_size, len(ids))
-        part = ids[: _MOST_EVALUATED * batch * found.ranks]
+        part = ids[: _MOST_EVALUATED * batch * diagnosis.ranks]
         times = [_evaluate(trial, part, batch_size=batch)]  # the first also builds what later ones use
         while len(times) < 4 and sum(times) < 1:
             times.append(_evaluate(trial, part, batch_size=batch))
@@ -388,14 +390,14 @@ def _measure_around(trial: Trial, found: Diagnosis) -> None:
         minutes = compute_total_minutes(config)
         total = minutes * 6e4 / step_ms if minutes else compute_total_steps(config, steps) or 0
         in_run_s = seconds * total / max(1, between)
-        found.around_ms["evaluation"] = 1e3 * seconds / max(1, between)
-        share = found.around_ms["evaluation"] / (found.around_ms["evaluation"] + step_ms)
-        found.facts["evaluation"] = (
+        diagnosis.around_ms["evaluation"] = 1e3 * seconds / max(1, between)
+        share = diagnosis.around_ms["evaluation"] / (diagnosis.around_ms["evaluation"] + step_ms)
+        diagnosis.facts["evaluation"] = (
             f"{1e3 * seconds:,.0f} ms for {len(ids):,} samples, every {config.eval_every}: {share:.0%} of the time, "
             f"{format_duration(in_run_s)} in the whole run"
         )
         if share >= 1 - 1 / WORTH and in_run_s >= _LEAST_EVALUATION_S:
-            found.faults.append(
+            diagnosis.faults.append(
                 Fault(
                     "long validation",
                     f"an evaluation of {len(ids):,} samples takes {seconds:,.1f} s, every {config.eval_every}: "
@@ -418,7 +420,7 @@ def _evaluate(trial: Trial, ids: np.ndarray, *, batch_size: int) -> float:
     return slowest
 
 
-def _measure_disk(trial: Trial, found: Diagnosis) -> None:
+def _measure_disk(trial: Trial, diagnosis: Diagnosis) -> None:
     """Read some of the shards past the page cache, and compare with what training needs."""
     if not distributed.is_rank0():
         return
@@ -427,18 +429,18 @@ def _measure_disk(trial: Trial, found: Diagnosis) -> None:
     read, seconds = read_past_cache(data)
     rate = read / max(seconds, 1e-9)
     kind = find_file_system(data.folder)
-    needed = found.rates[COMPUTE].median * per_sample
+    needed = diagnosis.rates[COMPUTE].median * per_sample
     if read < _LEAST_DISK_BYTES and seconds < _LEAST_DISK_S:
-        found.facts["disk"] = f"{kind}, not measured: too little data, {format_size(read)}"
+        diagnosis.facts["disk"] = f"{kind}, not measured: too little data, {format_size(read)}"
         return
-    found.facts["disk"] = (
+    diagnosis.facts["disk"] = (
         f"{kind}, {rate / 2**20:,.0f} MiB/s past the page cache ({format_size(read)} read); steps alone would take "
         f"{needed / 2**20:,.1f} MiB/s"
     )
     if rate < needed:
-        limit, compute = rate / per_sample, found.rates[COMPUTE].median
+        limit, compute = rate / per_sample, diagnosis.rates[COMPUTE].median
         from_disk, where = _count_epochs_from_disk(trial)
-        found.faults.append(
+        diagnosis.faults.append(
             Fault(
                 "slow disk",
                 f"{data.folder} ({kind}) gives {limit:,.0f} samples/s where they are not in memory, {where}, and the "
@@ -487,24 +489,24 @@ def _open_past_cache(path: Path) -> int:
         return file
 
 
-def _look_at_machine(trial: Trial, cached: list[MicroBatch], found: Diagnosis) -> None:
+def _look_at_machine(trial: Trial, cached: list[MicroBatch], diagnosis: Diagnosis) -> None:
     """Look at cores, GPUs, shared memory and what else runs here."""
     if not distributed.is_rank0():
         distributed.barrier()  # idle, while rank 0 asks for all cores
         return
-    judge_cores(trial.context.device.type, found)
+    judge_cores(trial.context.device.type, diagnosis)
     whole, trial.state.model = trial.state.model, trial.state.module  # the other ranks take no steps
     facts, held_back = read_gpu_facts(trial.context.device, lambda: trial.take_step(cached))
     trial.state.model = whole
-    found.facts |= facts
+    diagnosis.facts |= facts
     if held_back:
         text = f"{facts['gpu clocks']}: its cooling or its power supply does not let it run as fast as it can"
-        found.faults.append(Fault("slow clocks", text, "nvidia-smi -q -d PERFORMANCE, and another node"))
+        diagnosis.faults.append(Fault("slow clocks", text, "nvidia-smi -q -d PERFORMANCE, and another node"))
     shm = os.statvfs("/dev/shm")
     size = shm.f_blocks * shm.f_frsize
-    found.facts["shared memory"] = format_size(size)
+    diagnosis.facts["shared memory"] = format_size(size)
     if size <= _SMALL_SHM:
-        found.faults.append(
+        diagnosis.faults.append(
             Fault(
                 "small shared memory",
                 f"/dev/shm has {format_size(size)}: the ranks of a node exchange gradients there (NCCL), and so do "
@@ -515,20 +517,20 @@ def _look_at_machine(trial: Trial, cached: list[MicroBatch], found: Diagnosis) -
     distributed.barrier()
 
 
-def judge_cores(device: str, found: Diagnosis) -> None:
-    """Say whether this process may use too few cores, and whether it gets those that it may use.
+def judge_cores(device: str, diagnosis: Diagnosis) -> None:
+    """Find whether this process may use too few cores, or does not get those that it may use.
 
-    What a GPU's job gains from cores is not known: only its loader needs them.
+    A GPU's job gains unknown time from cores: only its loader needs them.
     """
     cores, machine, quota = count_cores(), os.cpu_count() or 1, read_cpu_quota()
     usable = min(cores, quota or cores)
-    found.facts["cores"] = f"{usable:g} of {machine}"
-    if usable < machine and cores < 2 * found.ranks:
-        found.faults.append(
+    diagnosis.facts["cores"] = f"{usable:g} of {machine}"
+    if usable < machine and cores < 2 * diagnosis.ranks:
+        diagnosis.faults.append(
             Fault(
                 "few cores",
-                f"this process may use {usable:g} of the machine's {machine} cores: its affinity or its quota says so; "
-                "counted is what twice as many would give",
+                f"this process may use {usable:g} of the machine's {machine} cores: by its affinity or its quota; "
+                "counted is the gain of twice as many",
                 "ask for more: --cpus N in Slurm, --cpus in Docker, no taskset",
                 gain=min(2.0, machine / usable) if device == "cpu" else 1.0,
             )
@@ -536,9 +538,9 @@ def judge_cores(device: str, found: Diagnosis) -> None:
     share = measure_cpu_shares(cores)
     own = min(1.0, share.own * cores / usable)
     taken = f"others take {share.others:.0%} of the machine's, a hypervisor {share.stolen:.0%}"
-    found.facts["cpu time"] = f"{own:.0%} of its cores' time is this process's when it asks for it; {taken}"
+    diagnosis.facts["cpu time"] = f"{own:.0%} of its cores' time is this process's when it asks for it; {taken}"
     if own < 1 / WORTH:
-        found.faults.append(
+        diagnosis.faults.append(
             Fault(
                 "busy machine",
                 f"of {usable:g} cores this process gets {own:.0%} of the time; {taken}",
@@ -550,7 +552,7 @@ def judge_cores(device: str, found: Diagnosis) -> None:
 
 @dataclass(frozen=True)
 class CpuShares:
-    """Who gets the cores' time while this process asks for all of it."""
+    """Shares of the cores' time while this process asks for all of it."""
 
     own: float  # of the cores that it may use
     others: float  # of all cores of the machine, by /proc/stat: other processes
@@ -592,14 +594,14 @@ def _read_cpu_ticks() -> tuple[int, int, int]:
 # The verdict
 
 
-def judge_input(found: Diagnosis) -> None:
-    """Say whether the loader limits the rate, and which of its stages."""
-    compute, loader, together = (found.rates[name].median for name in (COMPUTE, LOADER, TOGETHER))
-    steady = float(np.quantile(found.slowdowns or [compute / together], 0.25))  # others' work hits single turns
-    gain = median(found.slowdowns or [compute / together])
+def judge_input(diagnosis: Diagnosis) -> None:
+    """Find whether the loader limits the rate, and which of its stages."""
+    compute, loader, together = (diagnosis.rates[name].median for name in (COMPUTE, LOADER, TOGETHER))
+    steady = float(np.quantile(diagnosis.slowdowns or [compute / together], 0.25))  # others' work hits single turns
+    gain = median(diagnosis.slowdowns or [compute / together])
     if gain < WORTH or steady <= 1 or loader > 2 * compute:
         return
-    busy = {stage: share for stage, share in found.loader_shares.items() if stage != "idle"}
+    busy = {stage: share for stage, share in diagnosis.loader_shares.items() if stage != "idle"}
     stage = max(busy, key=lambda name: busy[name], default="read")
     advice = {
         "read": "data.stage=always, or data on a local disk",
@@ -608,7 +610,7 @@ def judge_input(found: Diagnosis) -> None:
         "copy": "a smaller micro_batch_size",
         "prepare": "data.threads; a larger micro_batch_size",
     }[stage]
-    found.faults.append(
+    diagnosis.faults.append(
         Fault(
             f"input: {stage}",
             f"the loader gives {loader:,.0f} samples/s and the steps take {compute:,.0f}; together {together:,.0f}. "
@@ -619,33 +621,33 @@ def judge_input(found: Diagnosis) -> None:
     )
 
 
-def format_diagnosis(name: str, found: Diagnosis) -> list[str]:
+def format_diagnosis(name: str, diagnosis: Diagnosis) -> list[str]:
     """Return the screen: rates, stages, facts, faults, and the verdict."""
-    lines = [f"{title:<16}{rate.format()} samples/s" for title, rate in found.rates.items()]
-    whole = sum(found.step_ms.values())
+    lines = [f"{title:<16}{rate.format()} samples/s" for title, rate in diagnosis.rates.items()]
+    whole = sum(diagnosis.step_ms.values())
     parts = {
-        "a step": [f"{stage} {ms:.1f} ms ({ms / whole:.0%})" for stage, ms in found.step_ms.items()],
-        "the loader": [f"{stage} {share:.0%}" for stage, share in found.loader_shares.items()],
-        "around a step": [f"{stage} {ms:.1f} ms" for stage, ms in found.around_ms.items()],
+        "a step": [f"{stage} {ms:.1f} ms ({ms / whole:.0%})" for stage, ms in diagnosis.step_ms.items()],
+        "the loader": [f"{stage} {share:.0%}" for stage, share in diagnosis.loader_shares.items()],
+        "around a step": [f"{stage} {ms:.1f} ms" for stage, ms in diagnosis.around_ms.items()],
     }
     lines += [f"{title:<16}{', '.join(texts)}" for title, texts in parts.items() if texts]
-    lines += [f"{title:<16}{text}" for title, text in found.facts.items()]
-    for fault in sorted(found.faults, key=lambda fault: -fault.gain):
+    lines += [f"{title:<16}{text}" for title, text in diagnosis.facts.items()]
+    for fault in sorted(diagnosis.faults, key=lambda fault: -fault.gain):
         gain = f" Without it at most x{fault.gain:.2f}." if fault.gain > 1 else ""
         lines.append(f"found: {fault.name}: {fault.found}.{gain} Try: {fault.advice}.")
-    verdict = found.verdict
+    verdict = diagnosis.verdict
     if verdict is not None:
         lines.append(f"verdict: {name}: {verdict.name}; fixing it gives at most x{verdict.gain:.2f}")
     else:
-        loads = found.rates[LOADER].median / found.rates[COMPUTE].median
+        loads = diagnosis.rates[LOADER].median / diagnosis.rates[COMPUTE].median
         feeds = f"the loader could feed {loads:.1f} times as much"
         lines.append(f"verdict: {name}: healthy: limited by the step itself; {feeds}")
     return lines
 
 
-def encode_diagnosis(found: Diagnosis) -> dict[str, Any]:
+def encode_diagnosis(diagnosis: Diagnosis) -> dict[str, Any]:
     """Return a diagnosis as JSON values."""
-    return {**asdict(found), "verdict": None if found.verdict is None else found.verdict.name}
+    return {**asdict(diagnosis), "verdict": None if diagnosis.verdict is None else diagnosis.verdict.name}
 
 
 def decode_diagnosis(content: Mapping[str, Any]) -> Diagnosis:

@@ -62,11 +62,11 @@ def read_identities(keys: Sequence[str], pattern: str) -> list[str]:
         raise UserError(
             f"--identity '{pattern}': expected one group in brackets, found {expression.groups}. {_PATTERNS}"
         )
-    found = [expression.match(key) for key in keys]
-    wrong = next((key for key, match in zip(keys, found, strict=True) if not (match and match[1])), None)
+    matches = [expression.match(key) for key in keys]
+    wrong = next((key for key, match in zip(keys, matches, strict=True) if not (match and match[1])), None)
     if wrong is not None:
         raise UserError(f"--identity '{pattern}': finds nothing in the key '{wrong}'. {_PATTERNS}")
-    return [match[1] for match in found if match]
+    return [match[1] for match in matches if match]
 
 
 _PATTERNS = "For anna/01.png: --identity '([^/]+)/'. For 101_3.tif: --identity '(.+)_'"
@@ -88,7 +88,7 @@ def compare(
 
     Args:
         kind: of impostors that the rate is about; "": the first that the family names.
-        command: what was typed without the rate, for an error about it.
+        command: as typed, without the rate, for an error about it.
         by_matcher: score with the family's matcher instead; the rate is of its scores in the run's newest evaluation.
 
     Raises:
@@ -122,7 +122,7 @@ def compare(
 
 
 def _read_matcher_scores(run: Path, matcher: str, kind: str) -> PairScores:
-    """Return what the newest evaluation that has scores of the matcher recorded."""
+    """Return the matcher's scores from the newest evaluation that has them."""
     again = f"trainyard evaluate {quote_path(run)} FOLDER"
     for evaluation in reversed(read_evaluations(run)):
         path = evaluation.path / name_pair_scores(matcher)

@@ -75,9 +75,9 @@ def open_embeddings(path: Path) -> EmbeddingFile:
     """
     if path.suffix != MAPPED:
         raise UserError(f"{path}: expected a {MAPPED} file, which can be mapped into memory. Write one: {_AGAIN}")
-    found = map_tensor_file(path, remedy=_AGAIN)
-    vectors = found.arrays.get(EMBEDDING)
-    if vectors is None or vectors.ndim != 2 or len(found.arrays) != 1 or CHECKPOINT not in found.metadata:
+    mapped = map_tensor_file(path, remedy=_AGAIN)
+    vectors = mapped.arrays.get(EMBEDDING)
+    if vectors is None or vectors.ndim != 2 or len(mapped.arrays) != 1 or CHECKPOINT not in mapped.metadata:
         raise UserError(f"{path}: is no file of embeddings that trainyard embed wrote. Write one: {_AGAIN}")
     table = find_table(path)
     rows = list(read_table(table, columns=("key",), remedy=f"Write both files again: {_AGAIN}"))
@@ -92,7 +92,7 @@ def open_embeddings(path: Path) -> EmbeddingFile:
         raise UserError(
             f"{table}: the identity of '{keys[identities.index('')]}' is empty. Write it, or drop the column."
         )
-    return EmbeddingFile(path, vectors, keys, identities, found.metadata[CHECKPOINT])
+    return EmbeddingFile(path, vectors, keys, identities, mapped.metadata[CHECKPOINT])
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ from trainyard.train.precision import make_autocast
 from trainyard.train.recorder import encode_line
 
 CHANGEABLE = ("packing.", "evaluation.", "report.", "data.on_error=", "eval_batch_size=")
-"""How the options begin that an evaluation may change: how raw files are read, and how rows are scored."""
+"""Prefixes of the options that an evaluation may change: how raw files are read, and how rows are scored."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def evaluate(
         )
         for folder in folders
     ]
-    return [one for one in read_evaluations(run) if one.path in written]
+    return [item for item in read_evaluations(run) if item.path in written]
 
 
 def _override(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
@@ -211,7 +211,7 @@ def _list_packing(config: TrainConfig) -> dict[str, Any]:
 
 
 def _warn_of_other_packing(folder: Path, packed: object, own: Mapping[str, Any]) -> None:
-    """Say which options packed this data otherwise than the training data of the run."""
+    """Warn of options that packed this data otherwise than the training data of the run."""
     if not isinstance(packed, dict):  # none if `pack` was called directly
         return
     names = [name for name in own if packed.get(name, own[name]) != own[name]]
@@ -252,10 +252,10 @@ def _open_training(model: TrainedModel) -> _Training:
 
 
 def _count_seen(model: TrainedModel, data: ShardSet, ids: np.ndarray, training: _Training) -> dict[str, Any]:
-    """Count the samples whose content is that of a training sample, and the names that are names there, too."""
+    """Count the samples with the content of a training sample, and the names that also occur there."""
     if training.data is None:
         return {"unknown": training.missing}
-    stored, trained_on = (name_store(one.records, one.meta) for one in (data, training.data))
+    stored, trained_on = (name_store(each.records, each.meta) for each in (data, training.data))
     if stored != trained_on:
         return {
             "unknown": f"{data.folder} was packed with packing.store={stored}, the training data with {trained_on}, so "
@@ -266,15 +266,15 @@ def _count_seen(model: TrainedModel, data: ShardSet, ids: np.ndarray, training: 
         return {"unknown": f"{data.folder} has no record that the training data has, so nothing can be compared"}
     trained = {row.tobytes() for row in _digest_records(training.data, compared, training.ids)}
     same = sum(row.tobytes() in trained for row in _digest_records(data, compared, ids))
-    found: dict[str, Any] = {"samples": same, "samples_of": len(ids)}
+    counts: dict[str, Any] = {"samples": same, "samples_of": len(ids)}
     column = model.module.identity_column
     if column in data.vocabulary and column in training.data.vocabulary:
         names, known = (
-            {one.vocabulary[column][code] for code in np.unique(one.columns[column][rows]).tolist()} - {""}
-            for one, rows in ((data, ids), (training.data, training.ids))
+            {each.vocabulary[column][code] for code in np.unique(each.columns[column][rows]).tolist()} - {""}
+            for each, rows in ((data, ids), (training.data, training.ids))
         )
-        found |= {"column": column, "names": len(names & known), "names_of": len(names)}
-    return found
+        counts |= {"column": column, "names": len(names & known), "names_of": len(names)}
+    return counts
 
 
 def _list_compared(data: ShardSet, other: ShardSet) -> list[str]:
@@ -306,7 +306,7 @@ def _score(
     training: _Training,
     with_baselines: bool,
 ) -> tuple[dict[str, Score], dict[str, Mapping[str, bytes]]]:
-    """Return what the run and each baseline get, by name, and the figures by folder."""
+    """Return the scores of the run and each baseline, by name, and the figures by folder."""
     module, config = model.module, model.config
     title = f"evaluating {folder.name}"
     with tqdm(total=len(evaluated.ids), unit="sample", desc=title, disable=None, leave=False) as bar:
@@ -334,17 +334,17 @@ def _score(
         raise UserError(f"{folder}: cannot be scored: {error}") from None
     if with_baselines:
         logger.info("{}: computing the baselines on the same samples (--no-baseline leaves them out)", folder)
-        found = dict(module.score_baselines(rows, evaluated, open_training))
-        further = found.pop(RUN, Score({})).metrics
+        baselines = dict(module.score_baselines(rows, evaluated, open_training))
+        further = baselines.pop(RUN, Score({})).metrics
         systems[RUN] = replace(systems[RUN], metrics={**systems[RUN].metrics, **further})
-        systems |= found
+        systems |= baselines
     samples = module.sample_figures(rows) if config.report.samples == "on" else {}
     return systems, {FIGURES: module.report_figures(rows) | _draw_systems(systems), SAMPLES: samples}
 
 
 def _draw_systems(systems: Mapping[str, Score]) -> dict[str, bytes]:
     """Return the error trade-off of all systems with scores of pairs, for the first kind of impostors."""
-    scores = {name: list(found.pair_scores.values())[:2] for name, found in systems.items() if found.pair_scores}
+    scores = {name: list(score.pair_scores.values())[:2] for name, score in systems.items() if score.pair_scores}
     if len(scores) < 2:
         return {}
     pairs = {
@@ -365,12 +365,12 @@ def _write(
         write_json(folder / ABOUT_FILE, {"format": FORMATS[EVALUATION], **about})
         step, precision = model.checkpoint.step, model.precision.dtype
         lines = []
-        for system, found in systems.items():
-            metrics = {name: float(value) for name, value in found.metrics.items()}
+        for system, score in systems.items():
+            metrics = {name: float(value) for name, value in score.metrics.items()}
             lines.append(encode_line({"kind": "eval", "step": step, "split": target.name, "system": system, **metrics}))
-            if found.pair_scores:
+            if score.pair_scores:
                 path = folder / name_pair_scores(system)
-                write_pair_scores(path, found.pair_scores, step=step, precision=precision)
+                write_pair_scores(path, score.pair_scores, step=step, precision=precision)
         write_atomically(folder / METRICS_FILE, b"".join(lines))
         for name, images in figures.items():
             if images:

@@ -30,7 +30,7 @@ _NAMES = ("first", "second", "stopped")
 
 
 class RunsDiffer(Exception):
-    """Runs that must end equal do not, or one of them fails; the message says what was found."""
+    """Runs that must end equal do not, or one of them fails; the message has the difference."""
 
 
 def compare_runs(
@@ -43,13 +43,13 @@ def compare_runs(
 ) -> dict[str, Any]:
     """Train a preset twice without a break, and once stopped and resumed; compare all that they saved.
 
-    Every run, and the resume, is a process of its own. This one computes nothing, so that it may fork them.
+    Every run, and the resume, is a separate process. This one computes nothing, so that it may fork them.
 
     Args:
         scratch: a folder without runs of this preset.
 
     Returns:
-        what was compared: "stopped_at", a step, and what `compare_checkpoints` returns.
+        "stopped_at", a step, and the entries of `compare_checkpoints`.
 
     Raises:
         RunsDiffer: a run fails, or two of them differ.
@@ -70,7 +70,7 @@ def compare_runs(
 
 
 def compare_checkpoints(first: Path, others: Mapping[str, Path]) -> dict[str, Any]:
-    """Compare the last checkpoint of a run with those of others, given by what they are.
+    """Compare the last checkpoint of a run with those of others, given by their descriptions.
 
     Returns:
         "entries" of a checkpoint, and which operators are "deterministic": if not all are, others may differ next time.
@@ -81,11 +81,11 @@ def compare_checkpoints(first: Path, others: Mapping[str, Path]) -> dict[str, An
     runs = [first, *others.values()]
     states = []
     for run in runs:
-        if (found := checkpoint.load_newest_valid(run / "checkpoints")) is None:
+        if (loaded := checkpoint.load_newest_valid(run / "checkpoints")) is None:
             raise RunsDiffer(f"run '{run.name}' left no checkpoint")
-        states.append(flatten_state(found[1]))
-    findings = [found for run in runs for found in read_env(run).get(SECTION, {}).values()]
-    allowed = ", ".join(sorted({operator for found in findings for operator in found["operators"]}))
+        states.append(flatten_state(loaded[1]))
+    findings = [finding for run in runs for finding in read_env(run).get(SECTION, {}).values()]
+    allowed = ", ".join(sorted({operator for finding in findings for operator in finding["operators"]}))
     cause = f". The likely cause: {allowed}, for which torch has no deterministic kernel here" if allowed else ""
     for name, state in zip(others, states[1:], strict=True):
         if different := find_differences(states[0], state):
@@ -105,7 +105,7 @@ def _create_runs(preset: str, overrides: Sequence[str], jobs_dir: Path, scratch:
 
 
 def _run(work: Callable[[], int], *, meanwhile: Callable[[ForkProcess], None] = lambda process: None) -> int:
-    """Run `work` in a process of its own; return its exit code, negative if a signal killed it."""
+    """Run `work` in a separate process; return its exit code, negative if a signal killed it."""
     process = get_context("fork").Process(target=lambda: os._exit(work()))
     process.start()
     meanwhile(process)
@@ -128,12 +128,12 @@ def _expect(expected: ExitCode, code: int, run: Path) -> None:
         return
     if expected == ExitCode.PREEMPTED and code == ExitCode.DONE:
         raise RunsDiffer("the run that should be stopped ended first: it needs more steps")
-    said = "".join(f": {error.summary}" for error in read_errors(run)[:1])
-    raise RunsDiffer(f"run '{run.name}' exits with code {code}, expected {int(expected)}{said}")
+    reason = "".join(f": {error.summary}" for error in read_errors(run)[:1])
+    raise RunsDiffer(f"run '{run.name}' exits with code {code}, expected {int(expected)}{reason}")
 
 
 VARYING = ("progress/train_s", "metrics_position")
-"""What may differ between two runs that compute the same: time spent, and the bytes that recording it takes."""
+"""Entries that may differ between two runs that compute the same: time spent, and the bytes that recording it takes."""
 
 
 def flatten_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 @dataclass(frozen=True)
 class Check:
-    """How a program compares with the network that it was made from."""
+    """Comparison of a program with the network that it was made from."""
 
     samples: int
     source: str  # of the samples
@@ -55,7 +55,7 @@ class Check:
 
 
 def export_weights(run: Path, entry: Entry, out: Path, jobs_dir: Path) -> None:
-    """Write the weights of a checkpoint to a safetensors file; its metadata say how the run presents inputs.
+    """Write the weights of a checkpoint to a safetensors file; its metadata describe the run's inputs.
 
     Raises:
         UserError: `out` exists or cannot be written, or the checkpoint is damaged.
@@ -108,7 +108,7 @@ def export_program(
 
 
 def describe_run(run: Path, config: TrainConfig, entry: Entry) -> dict[str, Any]:
-    """Return what a user of the weights must know, as JSON values: the run's options, and thresholds where it has some.
+    """Describe the weights for their user, as JSON values: the run's options, and thresholds where it has some.
 
     Options about the data are left out: they name folders of this machine.
     """
@@ -171,8 +171,8 @@ def _require_three(ids: np.ndarray, where: Path) -> np.ndarray:
 def _refuse_difference(run: Path, check: Check) -> None:
     wrong = {name: value for name, value in check.differences.items() if not value <= check.tolerance}
     if wrong:
-        found = ", ".join(f"{name} by {value:.2g}" for name, value in wrong.items())
+        gaps = ", ".join(f"{name} by {value:.2g}" for name, value in wrong.items())
         raise UserError(
-            f"{run}: not exported: in {check.runtime}, on {check.samples} samples of {check.source}, {found} differ "
-            f"from what the run computes; {check.tolerance:g} is allowed. Use another --format."
+            f"{run}: not exported: in {check.runtime}, on {check.samples} samples of {check.source}, {gaps} differ "
+            f"from the run's; {check.tolerance:g} is allowed. Use another --format."
         )

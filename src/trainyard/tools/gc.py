@@ -1,9 +1,9 @@
-"""What takes disk space, who still needs it, and deleting what a person names: `trainyard gc`.
+"""Lists disk usage and the runs that need it, and deletes the items that a person names: `trainyard gc`.
 
 Nothing is listed that another user owns, that a link leads to, or that is outside of the run, the cache or the scratch
 it is listed for. `unneeded` takes packed data only if all of this holds:
 
-- It is in a cache that the user names (`--data`; default: ./data). What a run says of other folders only protects them.
+- It is in a cache that the user names (`--data`; default: ./data). Other folders that a run names are only protected.
 - A run packed it there, and can again: the cache remembers from which raw files (`raw.remember_listing`), they are as
   they were, and the folder has no other files. Anything else may be the only copy, and goes only by its name.
 - No unfinished run in the folder of runs names it, or has yet to pack data of its family.
@@ -46,7 +46,7 @@ _STAGED = re.compile(r"[0-9a-f]{16}(\.partial)?")
 class DiskUsage:
     """Something that can be deleted on its own."""
 
-    name: str  # what a person types after --delete
+    name: str  # as typed after --delete
     kind: str
     bytes: int
     needed_by: str  # which unfinished run needs it; "" if none does
@@ -77,14 +77,14 @@ def list_usage(runs_dir: Path, *, data_dirs: Sequence[Path], environ: Mapping[st
     runs = [read_run(path) for path in list_newest_runs(runs_dir, None)] if runs_dir.is_dir() else []
     needs = [_find_needs(run) for run in runs if not run.is_done]
     caches = dict.fromkeys(folder.absolute() for folder in data_dirs if folder.is_dir())
-    found = [
+    usages = [
         *(usage for cache in caches for usage in _list_data(cache, needs)),
         *(usage for run in runs if _is_below(run.run, runs_dir) for usage in _list_run(run, needs)),
         *_list_leftovers(runs_dir),
         *_list_caches(environ),
     ]
-    kinds = list(dict.fromkeys(usage.kind for usage in found))
-    return sorted((usage for usage in found if usage.bytes), key=lambda usage: (kinds.index(usage.kind), -usage.bytes))
+    kinds = list(dict.fromkeys(usage.kind for usage in usages))
+    return sorted((usage for usage in usages if usage.bytes), key=lambda usage: (kinds.index(usage.kind), -usage.bytes))
 
 
 def format_usage(usages: Sequence[DiskUsage], command: str = "trainyard gc") -> str:
@@ -111,13 +111,13 @@ def format_usage(usages: Sequence[DiskUsage], command: str = "trainyard gc") -> 
 def select_usage(
     usages: Sequence[DiskUsage], names: Sequence[str], *, force: bool = False, command: str = "trainyard gc"
 ) -> list[DiskUsage]:
-    """Return what a person names; `unneeded` names all that nobody needs.
+    """Return the named items; `unneeded` names all that nobody needs.
 
     Args:
         command: as it was typed, without --delete.
 
     Raises:
-        UserError: a name is none of the list, or names what a run still needs and `force` is not given.
+        UserError: a name is none of the list, or of an item that a run still needs and `force` is not given.
     """
     by_name = {usage.name: usage for usage in usages}
     chosen: dict[str, DiskUsage] = {}
@@ -140,7 +140,7 @@ def select_usage(
 
 
 def delete_usage(usages: Sequence[DiskUsage], tell: Callable[[str], object]) -> int:
-    """Tell what will be deleted, delete it, and return how many bytes that freed.
+    """Print the items to delete, delete them, and return the bytes freed.
 
     Every lock is taken first, so nothing at all is deleted if anything is in use.
 
@@ -194,28 +194,28 @@ def _explain_use(*locks: Path) -> str:
     return ""
 
 
-# What runs need
+# Needs of runs
 
 
 class _Needs(NamedTuple):
-    """What an unfinished run still reads."""
+    """Files and folders that an unfinished run still reads."""
 
     run: str
     paths: list[Path]
-    prefix: str | None  # of the folders in a cache that it may read: what they are packed for is only known later
+    prefix: str | None  # of the folders in a cache that it may read: their full names are known later
 
     def includes(self, path: Path) -> bool:
         """Return whether the run may read a folder or file."""
         real = os.path.realpath(path)
         named = any(  # by a relative path, if the run was started elsewhere
-            Path(os.path.realpath(one)).is_relative_to(real) or (not one.is_absolute() and one.name == path.name)
-            for one in self.paths
+            Path(os.path.realpath(own)).is_relative_to(real) or (not own.is_absolute() and own.name == path.name)
+            for own in self.paths
         )
         return named or (self.prefix is not None and path.name.startswith(self.prefix))
 
 
 def _find_needs(run: RunSnapshot) -> _Needs:
-    """Read what a run needs. Of a run whose options are damaged, that may be anything."""
+    """Read the needs of a run. Of a run whose options are damaged, that may be anything."""
     name = format_run_name(run.run)
     try:
         options, _ = read_options(run.run / CONFIG)
@@ -239,7 +239,7 @@ def _name_needing(path: Path, needs: Sequence[_Needs]) -> str:
     return names[0] if len(names) == 1 else f"{len(names)} runs: {join_names(names[:3])}" if names else ""
 
 
-# What takes space
+# Disk usage
 
 
 def _list_data(cache: Path, needs: Sequence[_Needs]) -> Iterator[DiskUsage]:
@@ -270,12 +270,12 @@ def _list_data(cache: Path, needs: Sequence[_Needs]) -> Iterator[DiskUsage]:
 
 def _list_run(run: RunSnapshot, needs: Sequence[_Needs]) -> Iterator[DiskUsage]:
     """List a run's checkpoints beyond those that its result and a resume need, and its copy of the code."""
-    found = list_checkpoints(run.run / "checkpoints") if _is_own_folder(run.run / "checkpoints") else []
-    kept = {one.path for one in found if _name_needing(one.path, needs)}
-    if found:
-        kept.add(select_checkpoint(found).path)
-    if found and not run.is_done:  # a resume takes the newest that is intact
-        kept |= {found[0].path, next((one for one in found if one.problem is None), found[0]).path}
+    saved = list_checkpoints(run.run / "checkpoints") if _is_own_folder(run.run / "checkpoints") else []
+    kept = {entry.path for entry in saved if _name_needing(entry.path, needs)}
+    if saved:
+        kept.add(select_checkpoint(saved).path)
+    if saved and not run.is_done:  # a resume takes the newest that is intact
+        kept |= {saved[0].path, next((entry for entry in saved if entry.problem is None), saved[0]).path}
     reason = "its result" if run.is_done else "its result and a resume"
     lock = run.run / LOCK
     is_free = not os.path.lexists(lock) or (run.owner is not None and run.owner.find_alive(lock) is False)
@@ -284,9 +284,9 @@ def _list_run(run: RunSnapshot, needs: Sequence[_Needs]) -> Iterator[DiskUsage]:
         ("checkpoints", reason, "no way: train again"),
         ("checkpoints (older)", "", "no way; nothing reads them by itself"),
     ):
-        group = [one for one in found if (one.path in kept) == bool(needed_by)]
-        paths = tuple(path for one in group for path in (one.path, one.path.with_suffix(".json")))
-        size = sum(one.bytes for one in group)
+        group = [entry for entry in saved if (entry.path in kept) == bool(needed_by)]
+        paths = tuple(path for entry in group for path in (entry.path, entry.path.with_suffix(".json")))
+        size = sum(entry.bytes for entry in group)
         if _are_own(paths):
             name = f"{run.run}/{label}"
             yield DiskUsage(name, "checkpoints", size, needed_by, again, paths, kept_for=kept_for, run=run.run)
@@ -324,17 +324,17 @@ def _list_caches(environ: Mapping[str, str]) -> Iterator[DiskUsage]:
 
 
 def _measure(folder: Path, kind: str, needed_by: str = "", *, again: str) -> Iterator[DiskUsage]:
-    """Yield what the files below a folder take, of links their own size; nothing if not all of it is the user's own."""
+    """Yield the size of the files below a folder, of links their own; nothing if not all of it is the user's own."""
     if not _is_own_folder(folder):
         return
     size = 0
     for place, folders, files in os.walk(folder):
         for name in (*folders, *files):
             with suppress(FileNotFoundError):  # a process uses it
-                found = os.lstat(Path(place) / name)
-                if found.st_uid != os.geteuid():
+                status = os.lstat(Path(place) / name)
+                if status.st_uid != os.geteuid():
                     return
-                size += found.st_size if name in files else 0
+                size += status.st_size if name in files else 0
     yield DiskUsage(str(folder), kind, size, needed_by, again, (folder,))
 
 

@@ -1,4 +1,4 @@
-"""What limits a GPU from outside of the job: its clocks, and how far this process's cores and other GPUs are."""
+"""Reads limits of a GPU outside of the job: its clocks, and the distance of this process's cores and of other GPUs."""
 
 import os
 from collections.abc import Callable

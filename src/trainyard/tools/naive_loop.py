@@ -38,7 +38,7 @@ _DEFAULT_PREFETCH = 2  # batches of each worker: torch's
 
 @dataclass(frozen=True)
 class Loop:
-    """How data are read, steps are taken and a set is evaluated. The defaults are those of the guides' first loops."""
+    """Ways to read data, take steps and evaluate a set. The defaults are those of the guides' first loops."""
 
     micro_batch: int  # samples
     eval_batch: int  # samples
@@ -66,7 +66,7 @@ class Loop:
 
 
 class FileSet(ShardSet):
-    """A packed set, each record of which is read from a file of its own."""
+    """A packed set, each record of which is read from a separate file."""
 
     def __init__(self, packed: ShardSet, files: Path) -> None:
         """Write the files when they are needed first: `write`."""
@@ -140,7 +140,7 @@ class _Epochs:
 
 @dataclass(frozen=True)
 class Turn:
-    """What was measured of a loop in one turn."""
+    """Measurements of a loop in one turn."""
 
     sample_s: float  # seconds for a sample, trained or evaluated
     epoch_start_s: float = 0.0  # before the first batch of an epoch, in which nothing is trained
@@ -176,7 +176,7 @@ class LoopRunner:
             warm_up_s, _ = self._time(take_step, stream, 1)
             workers = loop.workers * loop.prefetch
             for _ in range(workers if loop.loader == "torch" else self.context.config.data.prefetch + 2):
-                next(stream)  # what the loader may have ready
+                next(stream)  # batches that the loader may have ready
             once_s, _ = self._time(take_step, stream, 1)
             before = len(starts_s)
             steps = self._counts.setdefault(("train", loop), max(2, round(seconds / once_s)))
@@ -234,7 +234,7 @@ class LoopRunner:
             return Turn((time.perf_counter() - begin) / samples)
 
     def _time(self, take_step: "_Step", stream: Iterator[Batch], steps: int) -> tuple[float, int]:
-        """Return the seconds of some steps, with what the device does of them, and their samples."""
+        """Return the seconds of some steps, with the device's part of them, and their samples."""
         before, begin = take_step.samples, time.perf_counter()
         for _ in range(steps):
             take_step(stream)

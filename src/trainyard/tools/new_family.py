@@ -1,4 +1,4 @@
-"""Writes a new family of jobs: a copy of one of the templates under a name of its own."""
+"""Writes a new family of jobs: a copy of one of the templates under a new name."""
 
 import keyword
 import re

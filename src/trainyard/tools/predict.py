@@ -31,7 +31,7 @@ def predict(run: Path, raw: Path, out: Path, jobs_dir: Path, *, pairs: Path | No
         pairs: a table of the pairs to score, with the columns `one` and `other`; None: all pairs of `raw`.
 
     Returns:
-        How many lines, and what each is: "prediction" or "pair".
+        The number of lines, and the kind of each: "prediction" or "pair".
 
     Raises:
         UserError: the family has no predictions, the run has no checkpoint, `raw` or `pairs` cannot be read, or `out`

@@ -38,7 +38,7 @@ _MOST_ONNX_BYTES = 2**31  # of a protobuf message
 
 @dataclass(frozen=True)
 class CheckedBatch:
-    """What a program takes, and what the run's network returns for it."""
+    """Inputs of a program, and the rows that the run's network returns for them."""
 
     inputs: dict[str, Tensor]  # images (B, H, W, C) uint8, audio (B, N) int16, everything else as in a batch
     rows: Rows
@@ -87,7 +87,7 @@ def _list_audio(data: ShardSet) -> set[str]:
 
 
 class PredictGraph(nn.Module):
-    """Preprocessing and `predict`: what is exported.
+    """The exported graph: preprocessing and `predict`.
 
     Args:
         module: in evaluation mode.
@@ -159,7 +159,7 @@ def trace(model: TrainedModel, data: ShardSet, inputs: dict[str, Tensor], signat
 
 
 def describe(traced: Traced, signature: Signature) -> dict[str, Any]:
-    """Return what a program takes and returns, as JSON values."""
+    """Describe a program's inputs and outputs, as JSON values."""
     inputs = {
         name: {
             "dtype": str(value.dtype).removeprefix("torch."),
@@ -213,7 +213,7 @@ def write_onnx(traced: Traced, path: Path, texts: Mapping[str, str]) -> None:
         )
     try:
         with _hide_warnings():
-            found = torch.onnx.export(
+            program = torch.onnx.export(
                 traced.exported,
                 (),
                 input_names=list(traced.inputs),
@@ -226,9 +226,9 @@ def write_onnx(traced: Traced, path: Path, texts: Mapping[str, str]) -> None:
             f"--format onnx: ONNX has no operator for {_find_operator(error)}, which {traced.family} uses here. Use "
             "--format torch-export."
         ) from error
-    assert found is not None
-    found.model.metadata_props.update(texts)
-    found.save(path, external_data=False)
+    assert program is not None
+    program.model.metadata_props.update(texts)
+    program.save(path, external_data=False)
 
 
 def _find_operator(error: BaseException) -> str:
@@ -256,9 +256,9 @@ def compare(compute: Compute, batches: Sequence[CheckedBatch]) -> dict[str, floa
     """Return the largest difference of each result: absolute up to 1, relative above; NaN if one is not finite."""
     largest: dict[str, float] = {}
     for batch in batches:
-        for name, found in compute(batch.inputs).items():
+        for name, computed in compute(batch.inputs).items():
             expected = batch.rows[name].astype(np.float64)
-            assert found.shape == expected.shape, (name, found.shape, expected.shape)
-            difference = float((np.abs(found - expected) / np.maximum(1, np.abs(expected))).max())
+            assert computed.shape == expected.shape, (name, computed.shape, expected.shape)
+            difference = float((np.abs(computed - expected) / np.maximum(1, np.abs(expected))).max())
             largest[name] = float(np.maximum(largest.get(name, 0.0), difference))
     return largest

@@ -1,4 +1,4 @@
-"""Says from a run's record, without measuring, what its time went to and what less of it would have given."""
+"""Breaks down a run's time from its record, without measuring, and estimates the gain of saving some of it."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from trainyard.runs.goodput import LOST, START_UP, STOPPED, USEFUL
 _ADVICE = {
     "input wait": (
         "input",
-        "trainyard doctor JOB says which stage of the loader; data.threads, data.stage, packing.store",
+        "trainyard doctor JOB names the stage of the loader; data.threads, data.stage, packing.store",
     ),
     "evaluation": ("long validation", "a larger eval_every or eval_batch_size"),
     "saving": ("slow saves", "a larger checkpoint.every, or runs on a faster disk"),
@@ -19,23 +19,23 @@ _ADVICE = {
     LOST: ("lost work", "a smaller checkpoint.every or checkpoint.max_minutes"),
     STOPPED: ("time without a process", "a shorter queue (--time, --hw), or nobody resumed it: trainyard why RUN"),
 }
-"""By label of `runs.goodput`: the fault's name and what to try."""
+"""By label of `runs.goodput`: the fault's name and the remedy."""
 
 _CHOICES = ("device", "threads", "compute_threads", "decode", "reader")
-_LEAST_S = 60.0  # of a whole run: what a shorter one spent is named, but is no verdict
+_LEAST_S = 60.0  # of a whole run: the times of a shorter one are listed, but are no verdict
 
 
 def describe_record(run: Path) -> list[str]:
-    """Return the screen: time by activity, choices, and the verdict with what it would give.
+    """Return the screen: time by activity, choices, and the verdict with its gain.
 
-    What is measured of shares is the time of the host: an activity that others hide (a save in the background, say)
+    Shares are of the time of the host: an activity that others hide (a save in the background, say)
     has no share.
     """
     story = RunStory.read(run)
     spent = story.seconds
     whole = sum(spent.values())
     if not story.train or not spent:
-        return [f"verdict: {run.name}: what the time of its training went to is not recorded"]
+        return [f"verdict: {run.name}: time by activity is not recorded"]
     rate = story.samples_per_s
     lines = [f"{'recorded':<16}{story.step} steps, {whole:,.1f} s" + (f", {rate:,.1f} samples/s" if rate else "")]
     lines += [f"{name:<16}{seconds:,.1f} s ({seconds / whole:.0%})" for name, seconds in spent.items()]

@@ -35,7 +35,7 @@ class SearchResult:
     nearest: Nearest
 
     def identify(self) -> Identification | None:
-        """Return what the candidates say about identities; None if those of the probes or the gallery are unknown."""
+        """Compute identification metrics of the candidates; None if identities of probes or gallery are unknown."""
         if self.probe_identities is None or self.gallery.identities is None:
             return None
         return compute_identification(
@@ -88,28 +88,28 @@ def search(
         refuse_table(out)
     if rerank is not None and top is not None and not 0 < top <= rerank:
         raise UserError(f"--top {top}: expected 1 to {rerank}, the candidates that --rerank orders.")
-    found = open_embeddings(gallery)
-    _refuse_other_weights(found, run)
+    rows = open_embeddings(gallery)
+    _refuse_other_weights(rows, run)
     if rerank is not None and probes.suffix == MAPPED:
         raise UserError(f"{probes}: --rerank reads the probes themselves. Name their raw files instead of embeddings.")
     model = None if probes.suffix == MAPPED else load_model(run, jobs_dir)
     if model is not None and rerank is not None:
         model.require_matcher("search --rerank")
     keys, vectors, identities, is_same = _read_probes(run, model, probes, gallery)
-    shown = min(TOP, len(found.keys) - is_same) if top is None else top
-    with tqdm(total=len(found.keys), unit="row", unit_scale=True, desc="searching", disable=None, leave=False) as bar:
+    shown = min(TOP, len(rows.keys) - is_same) if top is None else top
+    with tqdm(total=len(rows.keys), unit="row", unit_scale=True, desc="searching", disable=None, leave=False) as bar:
         nearest = find_nearest_rows(
             vectors,
-            found.vectors,
+            rows.vectors,
             k=shown if rerank is None else rerank,
             leave_out_self=is_same,
             names=(str(probes), str(gallery)),
             progress=bar.update,
         )
     if model is not None and files is not None:
-        nearest = _order_by_matcher(model, probes, found, files, nearest)
+        nearest = _order_by_matcher(model, probes, rows, files, nearest)
         nearest = replace(nearest, rows=nearest.rows[:, :shown], scores=nearest.scores[:, :shown])
-    result = SearchResult(keys, found, identities, is_same, nearest)
+    result = SearchResult(keys, rows, identities, is_same, nearest)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         lines = list(result.list_candidates())
@@ -120,7 +120,7 @@ def search(
 def compute_identification(
     nearest: Nearest, probe_identity: Sequence[str], gallery_identity: Sequence[str], *, leave_out_self: bool
 ) -> Identification:
-    """Return what the k candidates of each probe say about identities.
+    """Compute identification metrics of the k candidates of each probe.
 
     Args:
         leave_out_self: the probes are the gallery: a probe is mated if another row has its identity.
@@ -150,9 +150,9 @@ def _read_probes(
         model: embeds raw files; None: the probes are embeddings.
     """
     if model is None:
-        found = open_embeddings(probes)
-        _refuse_other_weights(found, run)
-        return found.keys, found.vectors, found.identities, probes.samefile(gallery)
+        stored = open_embeddings(probes)
+        _refuse_other_weights(stored, run)
+        return stored.keys, stored.vectors, stored.identities, probes.samefile(gallery)
     model.require_embeddings("search")
     with pack_temporarily(model, model.list_samples(probes), near=None) as data:
         vectors = np.concatenate(list(compute_embeddings(model, data)))
@@ -194,13 +194,13 @@ def _number_samples(samples: Iterator[Sample]) -> Iterator[Sample]:
     return (replace(sample, key=f"{number}: {sample.source or sample.key}") for number, sample in enumerate(samples, 1))
 
 
-def _refuse_other_weights(found: EmbeddingFile, run: Path) -> None:
+def _refuse_other_weights(stored: EmbeddingFile, run: Path) -> None:
     """Refuse embeddings that the run's final weights did not compute: their inner products mean nothing."""
     from trainyard.train.checkpoint import choose_of_run
 
     entry = choose_of_run(run)
-    if found.checkpoint_sha256 != entry.sha256:
+    if stored.checkpoint_sha256 != entry.sha256:
         raise UserError(
-            f"{found.path}: not computed with {entry.path}, the final weights of this run, so its embeddings cannot be "
-            f"compared with theirs. Embed the files again: trainyard embed {quote_path(run)} FOLDER OUT{MAPPED}"
+            f"{stored.path}: not computed with {entry.path}, the final weights of this run, so its embeddings cannot "
+            f"be compared with theirs. Embed the files again: trainyard embed {quote_path(run)} FOLDER OUT{MAPPED}"
         )

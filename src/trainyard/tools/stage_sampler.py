@@ -1,4 +1,4 @@
-"""Samples what threads do, without a line of code in what they run: how much of their time each stage takes."""
+"""Samples the stacks of threads, without a line of code in theirs, and counts the share of time of each stage."""
 
 import sys
 import threading

@@ -180,7 +180,7 @@ def pack_temporarily(
         near: the folder is created in this one, which has the space; None: where the system keeps temporary files.
         skip_bad: leave out raw files that cannot be read, instead of failing.
         meta: as of packed data that trains, to store images as there; None: their bytes are kept, to the same results,
-            unless training images were encoded again with losses: then these are, too.
+            unless training images were encoded again with losses: then so are these.
     """
     from trainyard.data.pack import pack
 
@@ -235,7 +235,7 @@ def compute_embeddings(model: TrainedModel, data: "ShardSet") -> Iterator[np.nda
 def find_wrong_length(embeddings_ND: np.ndarray) -> int | None:
     """Return the first row that is not finite or not of unit length; None if all are. Costs one pass."""
     squared_N = np.einsum("ij,ij->i", embeddings_ND, embeddings_ND)
-    is_right_N = np.abs(squared_N - 1) < _LENGTH_TOLERANCE  # false for NaN, too
+    is_right_N = np.abs(squared_N - 1) < _LENGTH_TOLERANCE  # also false for NaN
     return None if is_right_N.all() else int(np.argmin(is_right_N))
 
 

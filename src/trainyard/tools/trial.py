@@ -28,7 +28,7 @@ from trainyard.train.world import World
 
 @dataclass
 class Trial:
-    """A job's state, ready to take optimizer steps; what they change is thrown away."""
+    """A job's state, ready to take optimizer steps, whose changes are thrown away."""
 
     context: RunContext
     state: TrainState
@@ -93,7 +93,7 @@ class Trial:
 
 @contextmanager
 def open_trial(config: TrainConfig, jobs_dir: Path, environ: Mapping[str, str]) -> Iterator[Trial]:
-    """Prepare the step of a job with packed data in a run folder of its own, which is deleted at the end."""
+    """Prepare the step of a job with packed data in a temporary run folder, which is deleted at the end."""
     with TemporaryDirectory(prefix="trainyard-trial-") as scratch:
         run = create_run(Path(scratch), replace(config, trackers=[]), name=uuid4().hex)
         with prepare_trial(run, config, jobs_dir, World(), environ) as trial:

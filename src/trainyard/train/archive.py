@@ -29,7 +29,7 @@ def check_archive(path: Path) -> None:
     """Check that a file is an archive as torch.save writes it, whose tensors are as large as their records.
 
     Raises:
-        pickle.UnpicklingError: it is not; says why.
+        pickle.UnpicklingError: it is not; has the reason.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -73,7 +73,7 @@ class _SizeChecker(pickle.Unpickler):
 
 
 class _Data(dict[Any, Any]):
-    """Stands for what a pickle makes by calling a name, which is a subclass of it; takes whatever is done to it."""
+    """Stands for an object that a pickle makes by calling a name, which is a subclass of it; accepts every method."""
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def check_state(state: object) -> None:
     """Check that a loaded state is a dict that holds nothing but what `checkpoint.State` allows.
 
     Raises:
-        pickle.UnpicklingError: it is not; says what it holds.
+        pickle.UnpicklingError: it is not; names the type that it holds.
     """
     if not isinstance(state, dict):
         raise pickle.UnpicklingError(f"it holds a {type(state).__name__}, not a dict")

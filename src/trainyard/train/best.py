@@ -11,7 +11,7 @@ from trainyard.runs.events import MetricOrder, rank_metrics
 
 @dataclass
 class Plateau:
-    """How long the deciding metric has not improved."""
+    """Number of evaluations without an improvement of the deciding metric."""
 
     value: float | None = None  # of the last evaluation that was better by more than `min_delta`
     evaluations: int = 0  # since then
@@ -49,8 +49,8 @@ def explain_equals(evaluations: Iterable[Mapping[str, Any]], best: Mapping[str, 
     if equal < 2:
         return ""
     decided = f"{' and '.join(tie for tie, _ in ties)} decided" if ties else "the first one won"
-    said = f"validation cannot choose: {name} is {best['value']:.4g} in {equal} of {len(values)} evaluations"
-    return f"{said}, so {decided}. More or harder validation samples would tell them apart."
+    tied = f"validation cannot choose: {name} is {best['value']:.4g} in {equal} of {len(values)} evaluations"
+    return f"{tied}, so {decided}. More or harder validation samples would tell them apart."
 
 
 def require_metrics(metrics: Mapping[str, float], monitor: MetricOrder) -> None:

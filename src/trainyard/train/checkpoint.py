@@ -174,9 +174,9 @@ def choose_undamaged(directory: Path, *, step: int | None = None) -> tuple[Entry
     Raises:
         CheckpointError: every checkpoint is damaged.
     """
-    found = list_checkpoints(directory)
-    step = find_result_step(found) if step is None else step
-    wanted = next((entry for entry in found if entry.step == step), None)
+    entries = list_checkpoints(directory)
+    step = find_result_step(entries) if step is None else step
+    wanted = next((entry for entry in entries if entry.step == step), None)
     problem = f"the one of step {step} is missing" if wanted is None else verify(wanted)
     if wanted is not None and problem is None:
         return wanted, ""
@@ -190,7 +190,7 @@ def choose_undamaged(directory: Path, *, step: int | None = None) -> tuple[Entry
 
 
 def choose_of_run(run: Path) -> Entry:
-    """Return the checkpoint that a run's test sets are scored with; a warning says so if it is another one.
+    """Return the checkpoint that scores a run's test sets; warn if it is not the best one.
 
     Raises:
         UserError: the run has no checkpoint yet.
@@ -257,12 +257,12 @@ def prune(
         written: the data file that this process has just saved: it is not read again, only its size is compared.
     """
     assert keep_last >= 1, keep_last
-    found = list_checkpoints(directory)
-    if all(protect(entry.step) for entry in found[keep_last:]):
+    entries = list_checkpoints(directory)
+    if all(protect(entry.step) for entry in entries[keep_last:]):
         return []
-    problems = (entry.problem if entry.path == written else verify(entry) for entry in found)
-    newest_valid = next((i for i, problem in enumerate(problems) if problem is None), len(found))
-    doomed = [entry.path for entry in found[newest_valid + keep_last :] if not protect(entry.step)]
+    problems = (entry.problem if entry.path == written else verify(entry) for entry in entries)
+    newest_valid = next((i for i, problem in enumerate(problems) if problem is None), len(entries))
+    doomed = [entry.path for entry in entries[newest_valid + keep_last :] if not protect(entry.step)]
     for path in reversed(doomed):
         _delete(path)
     return doomed[::-1]
@@ -325,7 +325,7 @@ def _compare_with_file(weights: Mapping[str, torch.Tensor], path: Path) -> None:
             for name, w in weights.items()
         )
     if not same:
-        raise OSError(errno.EIO, "the disk does not return what was written")
+        raise OSError(errno.EIO, "the disk returns other bytes than were written")
 
 
 def _write(path: Path, state: State, *, step: int, meta: Mapping[str, Any], check_owner: Callable[[], None]) -> None:
@@ -352,9 +352,9 @@ def _write(path: Path, state: State, *, step: int, meta: Mapping[str, Any], chec
 
 
 class _HashingWriter:
-    """The file that torch.save writes to, front to back. It hashes the intended bytes, not what a bad disk stored.
+    """The file that torch.save writes to, front to back. It hashes the intended bytes, not those on a bad disk.
 
-    torch.save may wrap an exception of `write` into one of its own, which would hide "disk full". So `failure` keeps
+    torch.save may wrap an exception of `write` into another one, which would hide "disk full". So `failure` keeps
     the first one for the caller, and later data are discarded.
     """
 
@@ -381,12 +381,12 @@ class _HashingWriter:
 
 def _encode_manifest(step: int, size: int, sha256: str, meta: Mapping[str, Any]) -> str:
     fields = {"format": FORMATS[CHECKPOINT], "step": step, "bytes": size, "sha256": sha256, "meta": dict(meta)}
-    fields = json.loads(json.dumps(fields))  # what a reader gets: string keys, no tuples
+    fields = json.loads(json.dumps(fields))  # as read back: string keys, no tuples
     return json.dumps({**fields, "self_sha256": hash_fields(fields)}, indent=1)
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove what an interrupted save or deletion left: partial files, and manifests without their data."""
+    """Remove leftovers of an interrupted save or deletion: partial files, and manifests without their data."""
     for path in list(directory.glob("*step-*")):
         data = path.with_suffix(".ckpt")
         orphan = path.suffix == ".json" and DATA_NAME.fullmatch(data.name) and not data.exists()
@@ -452,8 +452,8 @@ def _merge_weights(path: Path, model: Mapping[str, Any], averaged: Mapping[str, 
     stray = sorted(averaged.keys() - model.keys())
     other = [name for name, value in model.items() if not isinstance(value, torch.Tensor)]
     if not model or stray or other:
-        found = f"'ema' has {stray[0]}, which 'model' lacks" if stray else "'model' is empty or missing"
-        found = f"'model' has {other[0]}, which is not a tensor" if other else found
-        raise CheckpointError(f"{path}: not exported: expected state['model'] to hold all weights, but {found}.")
+        fault = f"'ema' has {stray[0]}, which 'model' lacks" if stray else "'model' is empty or missing"
+        fault = f"'model' has {other[0]}, which is not a tensor" if other else fault
+        raise CheckpointError(f"{path}: not exported: expected state['model'] to hold all weights, but {fault}.")
     merged = {**model, **averaged}
     return {name: w.detach().clone(memory_format=torch.contiguous_format) for name, w in merged.items()}

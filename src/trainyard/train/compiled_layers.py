@@ -1,4 +1,4 @@
-"""Compiles what a step calls: each layer that the model repeats by itself, or the whole model if it names none."""
+"""Compiles the model for a step: each repeated layer by itself, or the whole model if it names none."""
 
 import copy
 from collections.abc import Callable
@@ -10,21 +10,21 @@ from torch import nn
 from trainyard.train.module import TrainModule
 
 Backend = str | Callable[..., Any]
-"""What torch.compile takes: "inductor" generates kernels, "eager" and "aot_eager" only trace, in a second."""
+"""Back ends of torch.compile: "inductor" generates kernels, "eager" and "aot_eager" only trace, in a second."""
 
 
 def compile_layers(module: TrainModule, *, backend: Backend = "inductor", cuda_graphs: bool = False) -> int:
     """Compile the forward method of each repeated layer, in place; return their number.
 
-    Layers of one kind share what is generated for the first of them, so starting up takes as long as for one layer,
+    Layers of one kind share the code of the first of them, so starting up takes as long as for one layer,
     not for the whole model. Names in the state dict stay as they are.
 
     Only training steps use compiled code: scoring, with other batch sizes, and deep copies of the module do not. Call
     it after activation checkpointing is enabled, which is then compiled too, and before DDP wraps the module.
 
     Args:
-        cuda_graphs: start the kernels of a layer's forward or backward pass with one call. What such a graph returns,
-            gradients included, is memory that it writes again after the next `begin_step_of_graphs`.
+        cuda_graphs: start the kernels of a layer's forward or backward pass with one call. Tensors that it returns,
+            gradients included, are memory that it writes again after the next `begin_step_of_graphs`.
     """
     layers = list(module.repeated_layers())
     if not layers:
@@ -80,8 +80,8 @@ class _CompiledForward:
 def _run_forward(layer: nn.Module | None, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
     """Call a layer's forward method: that of its class, or another one.
 
-    For torch 2.7.1 a method that belongs to another object is another function, which it compiles again. What it gets
-    as an argument is compared by its kind.
+    For torch 2.7.1 a method that belongs to another object is another function, which it compiles again. An object
+    passed as an argument is compared by its kind.
 
     Dynamo traces no function of torch.nn that is called from outside a traced one. So `nn.Module.compile`, which
     compiles a method of torch.nn, does nothing for a layer whose forward is torch.nn's too, such as nn.Sequential.

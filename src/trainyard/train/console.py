@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: log lines and a progress bar."""
+"""Shows a run's progress to a person: log lines and a progress bar."""
 
 import sys
 from collections.abc import Mapping

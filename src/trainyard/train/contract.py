@@ -1,4 +1,4 @@
-"""Checks what a family's module returns the first time that it is called, and names the family's file and line."""
+"""Checks the values that a family's module returns the first time that it is called, and names its file and line."""
 
 import copy
 import inspect
@@ -76,13 +76,13 @@ def compute_first_losses(
     return losses
 
 
-def check_losses(module: nn.Module, found: Any) -> None:
+def check_losses(module: nn.Module, returned: Any) -> None:
     """Raise a UserError unless `forward` returned scalar tensors with a loss that has a gradient."""
     where = locate_code(module.forward)
-    for name, value in require_mapping(module.forward, found, _FORWARD, key="loss").items():
+    for name, value in require_mapping(module.forward, returned, _FORWARD, key="loss").items():
         if not isinstance(value, Tensor) or value.ndim:
             raise ContractError(f"{where}: '{name}' is {describe_value(value)}; expected {_FORWARD}.")
-    if not found["loss"].requires_grad:
+    if not returned["loss"].requires_grad:
         raise ContractError(
             f"{where}: the loss has no gradient. Do not detach it, compute it from tensors, and leave some parameter "
             "that can learn."
@@ -90,7 +90,7 @@ def check_losses(module: nn.Module, found: Any) -> None:
 
 
 def check_gradients(module: nn.Module, *, world_size: int) -> None:
-    """Say which parameters the first step gave no gradient, so that they do not train.
+    """Find parameters that the first step gave no gradient, so that they do not train.
 
     Raises:
         UserError: there are several ranks, which wait for each other's gradients.
@@ -98,14 +98,14 @@ def check_gradients(module: nn.Module, *, world_size: int) -> None:
     unused = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
     if not unused:
         return
-    said = (
+    message = (
         f"{locate_code(module.forward)}: its loss gives {join_names(unused)} no gradient, so "
-        f"{'it does' if len(unused) == 1 else 'they do'} not train. Use, remove or freeze what is not needed: "
+        f"{'it does' if len(unused) == 1 else 'they do'} not train. Use them, or remove or freeze them: "
         "parameter.requires_grad_(False)"
     )
     if world_size > 1:
-        raise ContractError(said)
-    logger.warning(said)
+        raise ContractError(message)
+    logger.warning(message)
 
 
 @torch.inference_mode()
@@ -133,9 +133,9 @@ def try_predict(module: TrainModule, batch: Batch, autocast: Callable[[], Abstra
             raise ContractError(f"{where} names {join_names(unknown)}, but {what} {join_names(list(known), most=20)}.")
 
 
-def check_rows(module: nn.Module, found: Any, samples: int) -> None:
+def check_rows(module: nn.Module, returned: Any, samples: int) -> None:
     """Raise a UserError unless `predict` returned a row for each of the batch's samples."""
-    for name, value in require_mapping(module.predict, found, _PREDICT, key="sample_id").items():
+    for name, value in require_mapping(module.predict, returned, _PREDICT, key="sample_id").items():
         if not isinstance(value, Tensor) or value.shape[:1] != (samples,):
             where = locate_code(module.predict)
             raise ContractError(
@@ -143,14 +143,14 @@ def check_rows(module: nn.Module, found: Any, samples: int) -> None:
             )
 
 
-def check_metrics(score: Callable[..., Any], found: Any) -> dict[str, float]:
+def check_metrics(score: Callable[..., Any], returned: Any) -> dict[str, float]:
     """Return the metrics that a method such as `score` returned.
 
     Raises:
         UserError: they are no numbers by name.
     """
     metrics = {}
-    for name, value in require_mapping(score, found, "a number for each metric, by its name").items():
+    for name, value in require_mapping(score, returned, "a number for each metric, by its name").items():
         try:
             metrics[name] = float(value)
         except (TypeError, ValueError, RuntimeError):
@@ -160,15 +160,15 @@ def check_metrics(score: Callable[..., Any], found: Any) -> dict[str, float]:
     return metrics
 
 
-def check_figures(draw: Callable[..., Any], found: Any) -> dict[str, bytes]:
+def check_figures(draw: Callable[..., Any], returned: Any) -> dict[str, bytes]:
     """Return the images that `report_figures` or `sample_figures` returned.
 
     Raises:
         UserError: they are no PNG files by title.
     """
-    for title, png in require_mapping(draw, found, "the bytes of a PNG for each title").items():
+    for title, png in require_mapping(draw, returned, "the bytes of a PNG for each title").items():
         if not isinstance(png, bytes) or not png.startswith(b"\x89PNG"):
             raise ContractError(
                 f"{locate_code(draw)}: '{title}' is {describe_value(png)}; expected the bytes of a PNG."
             )
-    return dict(found)
+    return dict(returned)

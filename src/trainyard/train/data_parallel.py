@@ -27,7 +27,7 @@ FEW_SAMPLES = 16
 def describe_batch_statistics(
     module: nn.Module, *, micro_batch_size: int, world_size: int, sync_batchnorm: bool
 ) -> Choice[int] | None:
-    """Return over how many samples BatchNorm computes its statistics, and what that means; None without BatchNorm."""
+    """Return the number of samples behind BatchNorm's statistics, and its meaning; None without BatchNorm."""
     if not any(isinstance(layer, BatchNorm) for layer in module.modules()):
         return None
     samples = micro_batch_size * (world_size if sync_batchnorm else 1)
@@ -66,8 +66,8 @@ def wrap_in_ddp(module: TrainModule, *, device: torch.device, sync_batchnorm: bo
 def share_saved_buffers(module: TrainModule) -> None:
     """Give every rank the buffers that a checkpoint has: rank 0's.
 
-    In a step, each rank updates running statistics with its own micro-batches. What all ranks score together must be
-    what is saved.
+    In a step, each rank updates running statistics with its own micro-batches. The ranks must score with the values
+    that are saved.
     """
     saved: dict[str, Tensor] = module.state_dict()
     distributed.overwrite_with_rank0(saved[name] for name, _ in module.named_buffers() if name in saved)
@@ -94,8 +94,8 @@ def refuse_differing_buffers(module: nn.Module, before: Mapping[str, str]) -> No
     """
     changed = {name: digest for name, digest in hash_constant_buffers(module).items() if digest != before[name]}
     by_rank = distributed.gather_to_rank0(changed) or []
-    named = sorted({name for one in by_rank for name in one})
-    differing = [name for name in named if len({one.get(name) for one in by_rank}) > 1]
+    named = sorted({name for digests in by_rank for name in digests})
+    differing = [name for name in named if len({digests.get(name) for digests in by_rank}) > 1]
     if names := distributed.broadcast_from_rank0(differing):
         raise ContractError(
             f"{inspect.getsourcefile(type(module))}: {type(module).__name__}: a step changes the buffers "
@@ -109,7 +109,7 @@ def leave_out_of_statistics(module: nn.Module) -> Iterator[None]:
     """Keep a micro-batch that counts for nothing out of batch statistics, in its forward and its backward pass.
 
     BatchNorm normalises it by the running statistics, and leaves those as they are. A synchronised layer still takes
-    part in what the ranks compute together, with no samples: the others would wait for it.
+    part in the ranks' collectives, with no samples: the others would wait for it.
     """
     norms = [m for m in module.modules() if isinstance(m, BatchNorm) and m.training and m.track_running_stats]
     for norm in norms:
@@ -135,7 +135,7 @@ def _take_part_without_samples(norm: nn.SyncBatchNorm, x: Tensor) -> Tensor:
         return nn.SyncBatchNorm.forward(norm, x)
     no_samples = nn.SyncBatchNorm.forward(norm, x[:0].float())  # the data type of the other ranks' statistics
     normalised = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
-    return normalised + no_samples.sum()  # 0, so that the backward pass takes part, too
+    return normalised + no_samples.sum()  # 0, so that the backward pass also takes part
 
 
 def list_statistics(module: nn.Module) -> set[str]:

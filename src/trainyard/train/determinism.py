@@ -26,7 +26,7 @@ SECTION = "determinism"
 
 @dataclass(frozen=True)
 class Findings:
-    """What a run's step uses; sorted."""
+    """Operators and attention of a run's step that matter for determinism; sorted."""
 
     operators: list[str]  # that have no deterministic kernel
     attention: list[str]  # back ends of scaled_dot_product_attention, while none of them is refused
@@ -41,10 +41,10 @@ def choose_determinism(
     is_main: bool,
     autocast: Callable[[], AbstractContextManager[None]],
 ) -> Findings:
-    """Switch this process to what the run computes with, and return what that is based on.
+    """Switch this process to the run's deterministic kernels, and return the findings behind that choice.
 
     The first attempt tries the forward and backward pass of one micro-batch on a copy of the module, and records
-    what it finds. Later attempts on the same kind of device with the same torch read the record: another choice would
+    its findings. Later attempts on the same kind of device with the same torch read the record: another choice would
     change bits. An operator that only a later step met, which ended that attempt, is among the run's errors.
 
     Every rank takes part; all make the same choice.
@@ -69,7 +69,7 @@ def choose_determinism(
 
 
 def describe_determinism(findings: Findings | None) -> dict[str, Choice[str]]:
-    """Return what was chosen for operators and for attention, each with its reason, for the run's env.json.
+    """Return the choices for operators and for attention, each with its reason, for the run's env.json.
 
     Args:
         findings: None: the run does not ask for determinism.
@@ -109,7 +109,7 @@ def describe_sampling(device: torch.device) -> Choice[str]:
 
 @contextmanager
 def explain_nondeterministic_operator(run: Path) -> Iterator[None]:
-    """Turn torch's refusal of an operator in a step into an error that says how the run continues.
+    """Turn torch's refusal of an operator in a step into an error with the way to continue.
 
     Raises:
         NoDeterministicKernel: instead of it. The next attempt finds the operator among the run's errors.
@@ -151,7 +151,7 @@ _ATTENTION = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
     "aten::_scaled_dot_product_efficient_attention": "memory-efficient",
     "aten::_scaled_dot_product_cudnn_attention": "cuDNN",
-    "aten::_safe_softmax": "math",  # which is no operator of its own: this is the one in it that only it uses
+    "aten::_safe_softmax": "math",  # math is several operators: this is the one that only it uses
 }
 
 

@@ -42,7 +42,7 @@ def evaluate(
 
     Args:
         save_figures: at the end of training: called on rank 0 with the module's report figures of this set and the
-            images of its samples; then the metrics have their intervals, too.
+            images of its samples; then the metrics also have their intervals.
         with_samples: samples may be shown (report.samples); else there are no images of them.
         progress: called with the number of samples of each batch that is done.
         keep_smaller: called on every rank with the batch size that was needed, if `batch_size` did not fit somewhere.
@@ -53,7 +53,7 @@ def evaluate(
     if gathered is not None:
         rows, size = gathered
         was_training = module.training
-        module.eval()  # figures and baselines, too, are of samples that nothing augments
+        module.eval()  # figures and baselines are also of samples without augmentation
         metrics = score_rows(module, rows, with_intervals=save_figures is not None)
         if save_figures is not None:
             figures = check_figures(module.report_figures, module.report_figures(rows))
@@ -87,7 +87,7 @@ def score_rows(module: TrainModule, rows: Rows, *, with_intervals: bool) -> dict
         metrics |= check_metrics(module.compute_intervals, module.compute_intervals(rows))
         if names := find_constant_outputs(module, rows):
             logger.warning(
-                "{}: the same for all {} samples, so the network ignores what it sees. Usual causes: too few steps, a "
+                "{}: the same for all {} samples, so the network ignores its input. Usual causes: too few steps, a "
                 "learning rate that is too high, inputs that are all alike",
                 ", ".join(names),
                 len(rows[SAMPLE_ID]),
@@ -120,7 +120,7 @@ def gather_rows(
 
     Beside the rows is the batch size that fitted on every rank, `batch_size` or less.
 
-    All ranks predict with what a checkpoint of the module has: its buffers become rank 0's. Afterwards the module is
+    All ranks predict with the weights that a checkpoint would have: buffers become rank 0's. Afterwards the module is
     in the mode (training or evaluation) in which it was. Rank 0 has the rows in memory once, the others their share.
     """
     was_training = module.training
@@ -240,7 +240,7 @@ def predict_share(
             reason = str(error).partition("\n")[0]
         count(-done)
         rows.clear()
-        gc.collect()  # what the error referred to
+        gc.collect()  # objects that the error referred to
         release_memory()
         logger.warning("evaluation in batches of {}, because {} do not fit: {}", halve(batch_size), batch_size, reason)
         batch_size = halve(batch_size)

@@ -1,6 +1,6 @@
 """The heartbeat: shows that a rank makes progress, to its watchdog in memory and to people in a file.
 
-It also counts the seconds of each phase, from which runs/goodput.py says what a run's time went to.
+It also counts the seconds of each phase, which runs/goodput.py reads.
 """
 
 import json
@@ -22,7 +22,7 @@ HEARTBEAT_FILE = "heartbeat.json"
 
 @dataclass
 class Progress:
-    """What a rank is doing. Written by its main thread, read by its watchdog."""
+    """The current work of a rank. Written by its main thread, read by its watchdog."""
 
     count: int = 0  # rises with each piece of work that is done
     phase: str = "preparing"
@@ -30,7 +30,7 @@ class Progress:
 
 
 class Heartbeat:
-    """Counts what this rank does; on rank 0, also writes it to `heartbeat.json`, every few seconds.
+    """Counts the work of this rank; on rank 0, also writes it to `heartbeat.json`, every few seconds.
 
     It is called between steps and not by a separate thread, so it stops if the run hangs.
     """
@@ -59,7 +59,7 @@ class Heartbeat:
         self.progress.count += 1
 
     def beat(self, phase: str, *, step: int = 0, total_steps: int | None = None, now: bool = False) -> None:
-        """Note what this rank does; write the file, unless it is younger than `every_s`.
+        """Record the work of this rank; write the file, unless it is younger than `every_s`.
 
         Args:
             phase: "preparing", "packing", "waiting" (for rank 0 to pack), "compiling", "training", "evaluating" or
@@ -101,6 +101,6 @@ class Heartbeat:
 
 
 def _read_previous(path: Path) -> dict[str, Any]:
-    """Return what the attempt before counted until its last heartbeat."""
+    """Return the seconds that the attempt before had counted at its last heartbeat."""
     last = read_object(path)
     return {name: last[name] for name in ("attempt", "spent") if name in last}

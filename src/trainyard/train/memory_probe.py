@@ -40,14 +40,14 @@ from trainyard.train.step import TrainState, compute_gradients, update_weights
 UNLIKELY_SHARE = 0.001
 """Of a host's memory: if the loader's buffers take less, the step is not predicted, which may take seconds.
 
-Assumed: a step takes less than a thousand times the memory of what it reads.
+Assumed: a step takes less than a thousand times the memory of its batch.
 """
 
 Autocast = Callable[[], AbstractContextManager[None]]
 
 
 class Probe(NamedTuple):
-    """What fits, and how that is known."""
+    """Sizes that fit, and the reason."""
 
     micro_batch_size: int
     eval_batch_size: int
@@ -129,7 +129,7 @@ def _explain_no_probe(context: RunContext) -> str:
 
 
 def _predict_on_host(context: RunContext, loader: Loader, autocast: Autocast) -> Choice[str]:
-    """Compare what a step on the CPU would take with what this host has; return what was found, and why.
+    """Compare the memory of a step on the CPU with that of this host; return the result with its reason.
 
     Raises:
         UserError: it is too much.
@@ -235,7 +235,7 @@ def _take_step(context: RunContext, state: TrainState, step: Iterator[object], a
 
 
 def _try_on_all_ranks(work: Callable[[int], int], size: int) -> tuple[str, int]:
-    """Do `work` on every rank; return what the allocator said on one where it failed, and the smallest size."""
+    """Do `work` on every rank; return the allocator's error of one where it failed, and the smallest size."""
     failure = ""
     try:
         size = work(size)
@@ -243,19 +243,19 @@ def _try_on_all_ranks(work: Callable[[int], int], size: int) -> tuple[str, int]:
         if not is_out_of_memory(error):
             raise
         failure = str(error)
-    gc.collect()  # what the error referred to
+    gc.collect()  # objects that the error referred to
     release_memory()
     trials = distributed.gather_to_rank0((failure, size))
     agreed = None
     if trials is not None:
-        agreed = next((said for said, _ in trials if said), ""), min(fitting for _, fitting in trials)
+        agreed = next((failed for failed, _ in trials if failed), ""), min(fitting for _, fitting in trials)
     result: tuple[str, int] = distributed.broadcast_from_rank0(agreed)
     return result
 
 
 @contextmanager
 def _put_back(state: TrainState, device: torch.device) -> Iterator[None]:
-    """Keep everything that a step changes on the host, which is what a checkpoint has, and write it back at the end."""
+    """Keep everything that a step changes on the host, as a checkpoint would, and write it back at the end."""
     modules = [state.module] if state.ema is None else [state.module, state.ema]
     optimizer = state.optimizer
     moments = {parameter: dict(values) for parameter, values in optimizer.state.items()}

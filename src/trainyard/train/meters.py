@@ -1,4 +1,4 @@
-"""What the training loop measures: rates, waiting, idle time, intervals, and scalars read one step late."""
+"""Measures the training loop: rates, waiting, idle time, intervals, and scalars read one step late."""
 
 import resource
 import time
@@ -101,11 +101,11 @@ class StepMeter:
 
     @property
     def unfinished_steps(self) -> int:
-        """How many of the steps that were launched the device may not have finished: 0 or 1."""
+        """Number of launched steps that the device may not have finished: 0 or 1."""
         return 0 if self._launched is None else 1
 
     def note_arrival(self) -> None:
-        """Mark where the next micro-batch has arrived; otherwise `watch` does, behind what is queued until then."""
+        """Mark where the next micro-batch has arrived; otherwise `watch` does, behind the work queued until then."""
         self._arrival = self._record()
 
     def watch(self, micro_batches: Iterable[T]) -> Iterator[T]:
@@ -142,7 +142,7 @@ class StepMeter:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave out the time inside. The device must have settled: what it has yet to do would be left out too."""
+        """Leave out the time inside. The device must have settled: queued work would be left out too."""
         assert self._launched is None, "settle first"
         begin = time.monotonic()
         yield

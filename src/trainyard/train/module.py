@@ -32,7 +32,7 @@ augmentation that a job does on the device.
 """
 
 Rows = dict[str, np.ndarray]
-"""What `predict` returned for a whole evaluation set, on the host: each sample once, sorted by `sample_id`."""
+"""Outputs of `predict` for a whole evaluation set, on the host: each sample once, sorted by `sample_id`."""
 
 
 def _raise_no_record(name: str, ids: np.ndarray) -> list[np.ndarray]:
@@ -41,7 +41,7 @@ def _raise_no_record(name: str, ids: np.ndarray) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class DataInfo:
-    """What a job may know about its data set when it builds its model."""
+    """Facts about the data set that a job may use when it builds its model."""
 
     columns: Mapping[str, np.ndarray]  # name -> (N,) numbers or codes, N samples of the whole data set
     vocabulary: Mapping[str, list[str]]  # text column -> the text of each code
@@ -76,13 +76,13 @@ class Score:
 
 @dataclass(frozen=True)
 class AdaptedWeights:
-    """Weights of a file by the names of a module, and in what the two may differ."""
+    """Weights of a file by the names of a module, and the differences allowed between the two."""
 
     tensors: Mapping[str, Tensor]
     layout: str = ""  # whose names the file has; "": the module's own
     new: tuple[str, ...] = ()  # patterns of the module's names that keep their initial values
     unused: tuple[str, ...] = ()  # patterns of `tensors` that the module does not need
-    hint: str = ""  # what to set if they do not fit
+    hint: str = ""  # the option to set if they do not fit
 
     def add_prefix(self, prefix: str) -> "AdaptedWeights":
         """Return the same for a module that has this one as a part."""
@@ -93,10 +93,10 @@ class AdaptedWeights:
 
 @dataclass(frozen=True)
 class Signature:
-    """What `predict` takes and returns, in words for those who use an exported model."""
+    """Inputs and outputs of `predict`, in words for those who use an exported model."""
 
-    inputs: Mapping[str, str]  # entry of a batch that `predict` reads -> what it is
-    outputs: Mapping[str, str]  # row other than `sample_id` -> what it is
+    inputs: Mapping[str, str]  # entry of a batch that `predict` reads -> its meaning
+    outputs: Mapping[str, str]  # row other than `sample_id` -> its meaning
     settings: Mapping[str, Any] = field(default_factory=dict)  # JSON values, such as a threshold or category names
     tolerance: float = 1e-4  # by which rounding in float32 may move a result: absolute up to 1, relative above
 
@@ -148,7 +148,7 @@ class TrainModule(nn.Module):
     """Further ones, which decide in their order where the monitor is equal; after them the first evaluation wins."""
 
     baseline: tuple[str, float | str] | None = None
-    """A method that learns nothing, in words, and what it gets for the monitor: a number, or a metric of `score`.
+    """A method that learns nothing, in words, and its value of the monitor: a number, or a metric of `score`.
 
     Only what costs nothing, such as ("chance", 0.5); `score_baselines` computes others.
     """
@@ -157,7 +157,7 @@ class TrainModule(nn.Module):
     """Methods of `score_baselines` without a network whose monitor is of the same trials as that of `score`."""
 
     identity_column: str = ""
-    """The text column that says whose a sample is: `trainyard evaluate` counts the names that are in training, too."""
+    """The text column of a sample's identity: `trainyard evaluate` also counts the names that are in training."""
 
     reads_noise: bool = True
     """Whether `forward` reads the batch's `noise`; else none is drawn, which costs as much as copying small arrays."""
@@ -169,7 +169,7 @@ class TrainModule(nn.Module):
     """Which of `score_baselines` is `match_samples`; "": the family has none."""
 
     training_only: tuple[str, ...] = ()
-    """How the names of those weights begin that only training uses and whose sizes depend on the training samples.
+    """Prefixes of the weights that only training uses and whose sizes depend on the training samples.
 
     Predictions for new files build the model without a data set, and leave these weights out.
     """
@@ -304,7 +304,7 @@ class TrainModule(nn.Module):
         of an optimizer without such kernels, the host waits for the gradient's norm in each step. Anything random in
         its step would differ between ranks.
 
-        What changes from step to step belongs into its `state` and its groups, as tensors, numbers and text: a
+        Values that change from step to step belong into its `state` and its groups, as tensors, numbers and text: a
         checkpoint has these alone.
 
         Args:

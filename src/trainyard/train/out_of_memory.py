@@ -1,4 +1,4 @@
-"""What a run does when a GPU has no memory left: it starts again with half the micro-batch, or says what to type.
+"""Handles a GPU that has no memory left: the run starts again with half the micro-batch, or prints the command to type.
 
 In a step, the rank that fails cannot answer the collectives in which the others may be waiting already, and the
 optimizer may have changed some parameters. So nothing of the step is used: all ranks start again from the newest
@@ -43,7 +43,7 @@ def _list_phases(error: BaseException) -> list[str]:
 
 @contextmanager
 def explain_out_of_memory(context: RunContext, micro_batch_size: int) -> Iterator[None]:
-    """Turn an error about a GPU's memory into one that says what follows; the micro-batch is the one in effect.
+    """Turn an error about a GPU's memory into one with the remedy; the micro-batch is the one in effect.
 
     Raises:
         OutOfDeviceMemory: instead of it.
@@ -77,7 +77,7 @@ def explain_out_of_memory(context: RunContext, micro_batch_size: int) -> Iterato
 
 
 def choose_smaller(config: TrainConfig, micro_batch_size: int) -> int | None:
-    """Return half of a micro-batch, rounded up, or None if it may not be halved: the option says so, or it is 1."""
+    """Return half of a micro-batch, rounded up, or None if it may not be halved: the option forbids it, or it is 1."""
     if micro_batch_size == 1 or config.halve_micro_batch == "never":
         return None
     if config.halve_micro_batch == "auto" and config.explain_batch_dependence():
@@ -91,14 +91,14 @@ def halve(size: int) -> int:
 
 
 def release_memory() -> None:
-    """Return what an error left behind to the device. Call it when nothing refers to the error any more."""
+    """Return memory that an error left behind to the device. Call it when nothing refers to the error any more."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()  # of the start that ended
 
 
 def _advise(run: Path, config: TrainConfig, micro_batch_size: int, *, can_recompute: bool) -> str:
-    """Say why the micro-batch is not halved, and what to type instead."""
+    """Explain why the micro-batch is not halved, and suggest other options."""
     lines = [_advise_other_card(run)]
     if micro_batch_size == 1:
         why = "A micro-batch cannot be smaller than one sample."

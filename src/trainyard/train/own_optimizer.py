@@ -27,7 +27,7 @@ def is_own(module: TrainModule, method: str) -> bool:
 
 
 def describe_own(module: TrainModule, optimizer: torch.optim.Optimizer) -> dict[str, Choice[str]]:
-    """Return what the family brings instead of `optimizer.name` and `schedule.name`, to be recorded."""
+    """Describe the family's replacements of `optimizer.name` and `schedule.name`, to be recorded."""
     methods = {"optimizer": type(optimizer).__name__, "schedule": "the family's own"}
     return {
         name: Choice(value, f"{type(module).__name__}.build_{name}")
@@ -86,8 +86,8 @@ def build_own_schedule(
 
 def copy_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the tensors and numbers that an optimizer has outside of its state and groups, for `check_kept_state`."""
-    found = vars(optimizer).items()
-    plain = {name: value for name, value in found if isinstance(value, Tensor) or type(value) in (int, float)}
+    attributes = vars(optimizer).items()
+    plain = {name: value for name, value in attributes if isinstance(value, Tensor) or type(value) in (int, float)}
     plain.pop("found_inf", None)  # which a step sets
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in plain.items()}
 
@@ -132,10 +132,10 @@ def _check_groups(
             f"{where} leaves out {join_names(forgotten)}, which would never train. Pass the optimizer all of `groups`."
         )
     for name, key in trained.items():
-        found, scales = held[key].get("lr"), [group.get("lr_scale", 1.0) for group in (given[key], held[key])]
-        if found != lr:
+        own_lr, scales = held[key].get("lr"), [group.get("lr_scale", 1.0) for group in (given[key], held[key])]
+        if own_lr != lr:
             raise ContractError(
-                f"{where}: the optimizer's group with {name} has lr={found}, but each step sets optimizer.lr={lr:g} "
+                f"{where}: the optimizer's group with {name} has lr={own_lr}, but each step sets optimizer.lr={lr:g} "
                 'times the schedule. Pass lr=config.optimizer.lr; other rates are "lr_scale" in parameter_groups.'
             )
         if scales[0] != scales[1]:
@@ -153,9 +153,7 @@ def _compute_factor(factor: Callable[[int], Any], where: str, last: float, step:
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
     if not 0 <= number < math.inf:
-        raise ContractError(
-            f"{where}: what it returned gives {describe_value(value)} for step {step}; expected {_FACTOR}."
-        )
+        raise ContractError(f"{where}: its result gives {describe_value(value)} for step {step}; expected {_FACTOR}.")
     return number
 
 

@@ -34,7 +34,7 @@ def set_switches(precision: Precision, *, deterministic: bool) -> Choice[str]:
     Returns:
         Whether cuDNN chooses its algorithms by timing them, and why.
     """
-    if deterministic:  # without a workspace of its own per stream, cuBLAS may sum in another order
+    if deterministic:  # without a separate workspace per stream, cuBLAS may sum in another order
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = precision.tf32
@@ -90,7 +90,7 @@ def find_nondeterministic_operators(work: Callable[[], object]) -> list[str]:
 
     Torch names them in warnings, also those of the backward pass; other warnings are issued again.
     """
-    found: set[str] = set()
+    operators: set[str] = set()
     other_warnings = []
     with warnings.catch_warnings(record=True) as caught, allow_nondeterministic_operators():
         warnings.simplefilter("always")
@@ -98,18 +98,18 @@ def find_nondeterministic_operators(work: Callable[[], object]) -> list[str]:
     for warning in caught:
         text = str(warning.message)
         if (operator := parse_nondeterministic_operator(text)) is not None:
-            found.add(operator)
+            operators.add(operator)
         elif "defaults to a non-deterministic algorithm" not in text:  # fused attention: see `set_determinism`
             other_warnings.append(warning)
     for warning in other_warnings:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    return sorted(found)
+    return sorted(operators)
 
 
 def parse_nondeterministic_operator(text: str) -> str | None:
     """Return the operator that has no deterministic kernel, according to torch's warning or error; None: another."""
-    found = re.search(r"(\S+) does not have a deterministic implementation", text)
-    return found[1] if found else None
+    match = re.search(r"(\S+) does not have a deterministic implementation", text)
+    return match[1] if match else None
 
 
 @contextmanager

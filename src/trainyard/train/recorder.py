@@ -50,7 +50,7 @@ class Recorder:
         Args:
             run: the run folder; it exists.
             trackers: any of "tensorboard", "wandb" (offline) and "mlflow" (local files); all write inside `run`.
-            config: what the trackers show as the run's options; may be nested.
+            config: the run's options, as the trackers show them; may be nested.
             resume_at: step of the checkpoint that training resumes from, after `rewind`; None for a new run, and
                 for one without a checkpoint that starts from scratch, after `rewind(run, 0)`.
             monitor: the metric that decides, with its split, such as val/eer, for the trackers.
@@ -82,7 +82,7 @@ class Recorder:
             kind: "train", "eval" (with `split` among the values) or "event" (with `event` among them).
             step: optimizer steps done.
             values: numbers, text, or lists and mappings of text and finite numbers. Not `elapsed_s`, which is
-                added here: seconds of running over all attempts, without what a resume discarded.
+                added here: seconds of running over all attempts, without those that a resume discarded.
 
         Raises:
             ValueError: a number inside a list or mapping is not finite; nothing was written.
@@ -121,7 +121,7 @@ class Recorder:
     def rewind(run: Path, offset: int, *, step: int) -> str:
         """Drop the metrics written after the checkpoint of `step`, which stored `offset`.
 
-        If no line ends there, because the file was cut short or is gone, what is left of the lines up to `step` stays.
+        If no line ends there, because the file was cut short or is gone, the remaining lines up to `step` stay.
         A kill at any point leaves the old file or the new one.
 
         Returns:

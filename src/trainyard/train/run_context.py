@@ -1,4 +1,4 @@
-"""What is decided before training starts, and what follows: epoch order, number of steps, loader."""
+"""Decisions made before training starts, and their consequences: epoch order, number of steps, loader."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -136,16 +136,16 @@ def make_loader(context: RunContext) -> Loader:
 def refuse_batches_without_memory(
     context: RunContext, loader: Loader, *, available: AvailableMemory, step_bytes: int = 0
 ) -> None:
-    """Compare what the loader allocates for a batch with the memory that the ranks of this node can still get.
+    """Compare the loader's allocation for a batch with the memory that the ranks of this node can still get.
 
     Before anything is allocated: the kernel would kill the rank. Memory of the model is not counted: this is a lower
     bound of what training needs.
 
     Args:
-        step_bytes: what else a step of a rank takes on the host.
+        step_bytes: further memory of a rank's step on the host.
 
     Raises:
-        UserError: it is too much; says which size would fit, and that a batch has more samples than there are.
+        UserError: it is too much; has the size that would fit, and notes a batch of more samples than there are.
     """
     run, config, samples = context.run, context.config, len(context.splits[TRAIN])
     ranks = context.world.local_world_size

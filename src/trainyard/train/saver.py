@@ -62,8 +62,8 @@ class HostCopy:
     def take(self, state: State) -> State:
         """Return a copy of a state that training may change afterwards. It is valid until the next call.
 
-        Each storage is copied once and whole, so tensors that share memory share it in the copy, too. What comes from
-        a GPU goes to pinned memory. Returns once the copy is complete.
+        Each storage is copied once and whole, so tensors that share memory also share it in the copy. Storage of
+        a GPU is copied to pinned memory. Returns once the copy is complete.
         """
         storages: dict[int, Tensor] = {}
         copied: State = self._copy(state, storages)
@@ -96,7 +96,7 @@ class HostCopy:
 
     def _fill_buffer(self, index: int, source: torch.UntypedStorage) -> Tensor:
         if index == len(self._buffers) or self._buffers[index].nbytes != source.nbytes():
-            self._buffers[index:] = []  # the model has changed: what follows is of another size, too
+            self._buffers[index:] = []  # the model has changed: later storages also have other sizes
             pinned = source.device.type == "cuda"
             self._buffers.append(torch.empty(source.nbytes(), dtype=torch.uint8, pin_memory=pinned))
         bytes_ = torch.empty(0, dtype=torch.uint8, device=source.device).set_(source)
@@ -146,16 +146,16 @@ class Saver:
 
     @property
     def reserve_s(self) -> float:
-        """What the save in flight and one more may take together: a time limit leaves as much."""
+        """Seconds that the save in flight and one more may take together: a time limit leaves as much."""
         begun_s = 0.0 if self._write is None else time.perf_counter() - self._write.started_s
         return 2 * max(self._cost_s, begun_s)
 
     def has_elapsed(self) -> bool:
-        """Say whether a save is due by the clock; never while one is in flight. For rank 0, once before each save."""
+        """Return whether a save is due by the clock; not while one is in flight. For rank 0, once before each save."""
         return not self.is_writing and self.every.has_elapsed()
 
     def has_written(self) -> bool:
-        """Say whether the save in flight has ended. For rank 0."""
+        """Return whether the save in flight has ended. For rank 0."""
         return self._write is not None and self._write.result.done()
 
     def save(self, state: TrainState, *, wait: bool) -> None:
@@ -192,7 +192,7 @@ class Saver:
         self.is_writing, self._cost_s = distributed.broadcast_from_rank0((self._write is not None, self._cost_s))
 
     def close(self) -> None:
-        """Wait for the save in flight, on the way out after an error: one of its own is logged, not raised."""
+        """Wait for the save in flight, on the way out after an error: the save's error is logged, not raised."""
         self._thread.shutdown()
         if self._write is not None and (error := self._write.result.exception()) is not None:
             logger.error("{}", error)
@@ -223,10 +223,10 @@ class Saver:
             return self._choose(_FOREGROUND, "checkpoint.background=false")
         if needed > self._copy.bytes:
             available = read_available_memory()
-            found = f"{format_size(available.bytes)} are available ({available.source})"
+            memory = f"{format_size(available.bytes)} are available ({available.source})"
             if needed - self._copy.bytes > available.bytes // 2:  # leaves as much for everything else
-                return self._choose(_FOREGROUND, f"a copy takes {format_size(needed)} of host memory, and {found}")
-            return self._choose(_BACKGROUND, f"the copy takes {format_size(needed)} of host memory; {found}")
+                return self._choose(_FOREGROUND, f"a copy takes {format_size(needed)} of host memory, and {memory}")
+            return self._choose(_BACKGROUND, f"the copy takes {format_size(needed)} of host memory; {memory}")
         return True
 
     def _choose(self, choice: str, reason: str) -> bool:
@@ -252,7 +252,7 @@ class Saver:
         return saved, time.perf_counter() - begin
 
     def _record(self) -> None:
-        """Log the save that has ended, and set the next interval by what it cost."""
+        """Log the save that has ended, and set the next interval by its cost."""
         assert self._write is not None
         write, self._write = self._write, None
         saved, write_s = write.result.result()

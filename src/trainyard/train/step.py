@@ -35,7 +35,7 @@ class StepLosses:
     """The losses of steps that no line lists yet.
 
     Adding one neither waits for the device nor communicates. The sum over ranks takes part in the all-reduce of a
-    training line. A checkpoint stores the losses, so that the line after a resume lists those before it, too.
+    training line. A checkpoint stores the losses, so that the line after a resume also lists those before it.
     """
 
     def __init__(self, summed: Sequence[float] = ()) -> None:
@@ -51,7 +51,7 @@ class StepLosses:
         self._parts.append(part)
 
     def sum_over_ranks(self, latest: Mapping[str, Tensor] | None = None) -> dict[str, float]:
-        """Sum up what was added, and return the sums of all losses of the latest step. Every rank takes part."""
+        """Sum the added losses, and return the sums of all losses of the latest step. Every rank takes part."""
         latest = latest or {}
         if not latest and not self._parts:
             return {}
@@ -61,7 +61,7 @@ class StepLosses:
         return dict(zip(latest, values, strict=False))
 
     def pop(self) -> list[float | None]:
-        """Return what was summed up, oldest first, and forget it; None for a loss that was not finite."""
+        """Return the sums, oldest first, and forget them; None for a loss that was not finite."""
         listed = [float(f"{value:.{_LISTED_DIGITS}g}") if math.isfinite(value) else None for value in self.summed]
         self.summed = []
         return listed
@@ -69,7 +69,7 @@ class StepLosses:
 
 @dataclass
 class Progress:
-    """How far training has come. With model and optimizer, all that a resume needs: the rest is a function of it."""
+    """Training progress; with model and optimizer, everything that a resume needs."""
 
     epoch: int = 0
     batches_done: int = 0  # global batches of this epoch that the whole job has finished
@@ -82,7 +82,7 @@ class Progress:
 class TrainState:
     """Everything that changes while training."""
 
-    module: TrainModule  # not wrapped: what is saved
+    module: TrainModule  # not wrapped: its state is saved
     model: Callable[[dict[str, Tensor]], dict[str, Tensor]]  # the same module, under DDP and compiled
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
@@ -98,7 +98,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step returns, still on the device. Reading it waits for the GPU, so the caller reads rarely or late."""
+    """The results of a step, still on the device. Reading waits for the GPU, so the caller reads rarely or late."""
 
     losses: dict[str, Tensor]  # () float32 each: this rank's part of the global batch's mean; sum over ranks
     grad_norm: Tensor  # () float32, before clipping, of the whole global batch
@@ -124,7 +124,7 @@ def train_step(
 
     Whether the gradient is finite is decided on the device: the fused optimizers skip their update if `found_inf` is
     1. Nothing here waits for the device, unless a family's own optimizer cannot do that. A skipped step changes
-    nothing: buffers, too, are put back, because a forward pass that overflows leaves NaN in batch statistics. Only loss
+    nothing: buffers are also put back, because a forward pass that overflows leaves NaN in batch statistics. Only loss
     scaling continues after a skipped step, so only it pays for that.
     """
     for group in state.optimizer.param_groups:
@@ -178,13 +178,13 @@ def update_weights(
     """Update the weights with the gradients that they have; return the gradients' norm, and 1 if the step was skipped.
 
     Args:
-        buffers: what a skipped step puts back (`_copy_buffers`).
+        buffers: to put back after a skipped step (`_copy_buffers`).
     """
     with name_phase("optimizer step"):
         state.scaler.unscale_(state.optimizer)  # clip true gradients, not scaled ones
         norm = clip_grad_norm_(state.module.parameters(), clip_grad_norm or float("inf"))
         skipped = torch.isfinite(norm).logical_not().float()
-        # Not through the scaler, which looks at each number alone: their norm may overflow, too.
+        # Not through the scaler, which looks at each number alone: their norm may also overflow.
         if _can_skip(state.optimizer):
             state.optimizer.found_inf = skipped  # type: ignore[attr-defined]
             state.optimizer.step()
@@ -327,7 +327,7 @@ def _freeze_batch_statistics(layer: nn.Module) -> Iterator[None]:
 
 def _sync_gradients_if(model: Any, last: bool) -> AbstractContextManager[None]:
     """Return the context in which DDP all-reduces gradients only for the step's last micro-batch."""
-    if last or not hasattr(model, "no_sync"):  # torch.compile hands on the attributes of what it compiles
+    if last or not hasattr(model, "no_sync"):  # torch.compile hands on the attributes of its module
         return nullcontext()
     return model.no_sync()  # type: ignore[no-any-return]
 

@@ -1,7 +1,7 @@
 """Predicts the device memory of one optimizer step by taking it with torch's fake tensors, which have no values.
 
-The real module, loss, backward pass and optimizer run, so what is saved for the backward pass, and when it is freed,
-is decided by the same code as in training. `LiveStorages` adds up the storages that are alive.
+The real module, loss, backward pass and optimizer run, so the tensors saved for the backward pass, and their lifetime,
+are decided by the same code as in training. `LiveStorages` adds up the storages that are alive.
 
 torch has such a counter, MemTracker among the tools of torch.distributed. It is not used: it refuses a step that calls
 its module more than once, as one with several micro-batches does, and it knows nothing of averaged weights.
@@ -74,7 +74,7 @@ def compute_without_values(module: Module) -> Iterator[Module]:
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the storages that operators create, until they are freed.
 
-    What an operator allocates and frees inside itself, a workspace, is not seen.
+    Memory that an operator allocates and frees inside itself, a workspace, is not seen.
     """
 
     def __init__(self, *, block_bytes: int) -> None:
@@ -133,7 +133,7 @@ def predict_step(
     autocast: Callable[[], AbstractContextManager[None]],
     on_gpu: bool,
 ) -> StepMemory:
-    """Return what a step takes. Call it in a `FakeTensorMode`, with a state and a batch without values.
+    """Return the memory of a step. Call it in a `FakeTensorMode`, with a state and a batch without values.
 
     torch runs a backward pass on tensors of a GPU only where there is one. So that of a GPU is that of the CPU, but
     with the GPU's blocks and data types (`_AutocastAsOnGpu`).
@@ -193,7 +193,7 @@ def _take_last_micro_batch(module: nn.Module, batch: dict[str, Tensor], *, weigh
 
 
 def read_template(loader: Loader, ids: np.ndarray) -> dict[str, Tensor]:
-    """Return what a training batch contains, of two samples of this rank's share of `ids`; for `resize_batch`."""
+    """Return a training batch of two samples of this rank's share of `ids`; for `resize_batch`."""
     with closing(loader.evaluate(ids, batch_size=2)) as stream:
         batch = dict(next(stream).batch)
     noise = torch.zeros(len(batch["sample_id"]), 32)
@@ -257,7 +257,7 @@ _FLOAT32_ON_GPU = frozenset(_NAMES.split())
 
 
 def _create_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Create what the optimizer creates in its first step: the step that is counted is one of the many after it."""
+    """Create the optimizer's state, as its first step does: the step that is counted is one of the many after it."""
     for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
         parameter.grad = torch.empty_like(parameter)
     with LiveStorages(block_bytes=1):  # which leaves out what torch cannot run

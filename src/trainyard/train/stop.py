@@ -29,7 +29,7 @@ EXIT_CODES = {
     Stop.MAX_RUNTIME: ExitCode.MAX_RUNTIME,
     Stop.INTERRUPTED: ExitCode.INTERRUPTED,
 }
-"""What a rank returns after it has saved, by reason."""
+"""Exit code of a rank after it has saved, by reason."""
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
 """Signals that stop a run, except SIGINT, which a terminal sends to every process by itself."""
@@ -56,7 +56,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 def _is_ignored(number: signal.Signals) -> bool:
-    """Tell whether whoever started this process wants a signal ignored, as nohup does."""
+    """Return whether the starter of this process wants a signal ignored, as nohup does."""
     return number in (signal.SIGHUP, signal.SIGQUIT) and signal.getsignal(number) is signal.SIG_IGN
 
 

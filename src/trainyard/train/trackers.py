@@ -16,7 +16,7 @@ from trainyard.files import make_folder_inside
 from trainyard.runs.events import TIMING_KEYS, flatten
 
 PACKAGES = {"wandb": ("wandb", "wandb>=0.21"), "mlflow": ("mlflow", "mlflow-skinny>=3.17")}
-"""Trackers that need a package of their own: its module, and what to install."""
+"""Trackers that need a package: its module, and its requirement."""
 
 
 class Tracker(Protocol):
@@ -86,7 +86,7 @@ class _WandB:
             self._run.log(scalars, step=step)
 
     def log_image(self, tag: str, step: int, png: bytes) -> None:
-        """Do nothing: what is synced leaves this machine, and the figures of some families show people."""
+        """Do nothing: synced data leave this machine, and the figures of some families show people."""
 
     def flush(self) -> None:
         """Do nothing: W&B's own process writes the data."""
@@ -138,7 +138,7 @@ def require_trackers(names: Sequence[str]) -> None:
     """Check that the packages of these trackers are here.
 
     Raises:
-        UserError: one is not; says how to install it.
+        UserError: one is not; has the command that installs it.
     """
     for name in names:
         module, requirement = PACKAGES.get(name, ("", ""))

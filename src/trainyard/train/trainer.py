@@ -304,7 +304,7 @@ class Trainer:
             raise NotFinite(
                 f"Step {skipped.step}: the gradient is not finite, so the step was skipped and nothing after it is "
                 "saved. Usual causes: a learning rate that is too high (optimizer.lr, schedule.warmup), a broken "
-                "sample, a division by zero in the loss. A resume takes the same steps again; what to change: "
+                "sample, a division by zero in the loss. A resume takes the same steps again; the remedy: "
                 f"trainyard why {quote_path(self.context.run)}"
             )
         self._log_event("skipped_step", at=skipped.step, reason="overflow in fp16; loss scale halved")
@@ -428,11 +428,11 @@ class Trainer:
             for name in (split, TRAIN)
         )
         try:
-            found = module.score_baselines(rows, evaluated, lambda: training)
+            baselines = module.score_baselines(rows, evaluated, lambda: training)
         except UserError as error:
             logger.warning("{}: no method without a network could be scored: {}", split, error)
             return
-        metrics = {name: found[name].metrics for name in module.rivals if name in found}
+        metrics = {name: baselines[name].metrics for name in module.rivals if name in baselines}
         finite = {
             method: {name: float(value) for name, value in values.items() if math.isfinite(value)}
             for method, values in metrics.items()
@@ -453,7 +453,7 @@ class Trainer:
         names, has_pairs = list_final_sets(self.context)
         if not names and not has_pairs:
             return
-        self._beat("evaluating", now=True)  # loading the final weights may take long, too
+        self._beat("evaluating", now=True)  # loading the final weights may also take long
         module, step = self._load_final_weights()
         for name in names:
             self._score(name, module, last=True, compares=self.config.score_baselines and name == names[0])

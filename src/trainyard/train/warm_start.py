@@ -1,6 +1,6 @@
-"""Warm start: a new run begins with the weights of another run or of a file, and says which of them matched.
+"""Warm start: a new run begins with the weights of another run or of a file, and reports which of them matched.
 
-Done once, before the first step: checkpoints hold what was loaded, so a resume needs neither the run nor the file.
+Done once, before the first step: checkpoints hold the loaded weights, so a resume needs neither the run nor the file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,14 +32,14 @@ _COUNTER = "num_batches_tracked"
 
 @dataclass(frozen=True)
 class Match:
-    """What matched between a module and a file; all names are sorted."""
+    """Matched and unmatched names of a module and a file, sorted."""
 
     loaded: list[str]  # the module's
     new: list[str]  # the module's: they keep their initial values
     not_used: list[str]  # the file's
 
     def describe(self, layout: str) -> str:
-        """Say what matched, in one sentence."""
+        """Describe the match in one sentence."""
         parts = [f"{len(self.loaded)} of {len(self.loaded) + len(self.new)} tensors loaded"]
         parts[0] += f" (names of {layout})" if layout else ""
         for names, what in ((self.new, "keep their initial values"), (self.not_used, "of the file are not used")):
@@ -83,39 +83,39 @@ def load_weights(module: nn.Module, adapted: AdaptedWeights, *, source: str, par
             must be there and fit. Empty: everything must, on both sides, but what `adapted` exempts.
 
     Raises:
-        UserError: it does not fit; names what, and what to type.
+        UserError: it does not fit; names the tensors, and the option to type.
     """
     expected = {name: value for name, value in module.state_dict().items() if _COUNTER not in name}
-    found = {name: value for name, value in adapted.tensors.items() if _COUNTER not in name}
+    tensors = {name: value for name, value in adapted.tensors.items() if _COUNTER not in name}
     _check_patterns(partial, expected)
     if partial:
         wanted = [name for name in expected if _matches(name, partial)]
     else:
         wanted = [name for name in expected if not _matches(name, adapted.new)]
     hint = f" {adapted.hint}" if adapted.hint else ""
-    option = f"To load only a part: {PARTIAL}=[{_suggest_patterns(wanted, expected, found)}]"
-    misfits = [name for name in wanted if name in found and found[name].shape != expected[name].shape]
+    option = f"To load only a part: {PARTIAL}=[{_suggest_patterns(wanted, expected, tensors)}]"
+    misfits = [name for name in wanted if name in tensors and tensors[name].shape != expected[name].shape]
     if misfits:
         shapes = "".join(
-            f"\n  '{name}' is {tuple(found[name].shape)}, but the model expects {tuple(expected[name].shape)}"
+            f"\n  '{name}' is {tuple(tensors[name].shape)}, but the model expects {tuple(expected[name].shape)}"
             for name in misfits[:_MOST_NAMED]
         )
         raise UserError(f"{source}: {len(misfits)} tensors have other shapes:{shapes}\n{hint.strip()} {option}".strip())
-    missing = [name for name in wanted if name not in found]
+    missing = [name for name in wanted if name not in tensors]
     if missing:
-        near = ", ".join(find_nearest(missing[0], found, most=3, similarity=0.0)) or "nothing"
+        near = ", ".join(find_nearest(missing[0], tensors, most=3, similarity=0.0)) or "nothing"
         raise UserError(
             f"{source}: it contains no '{missing[0]}'; nearest: {near}. {len(missing)} of {len(wanted)} tensors are "
             f"missing.{hint} {option}"
         )
-    unknown = sorted(name for name in found if name not in expected and not _matches(name, adapted.unused))
+    unknown = sorted(name for name in tensors if name not in expected and not _matches(name, adapted.unused))
     if unknown and not partial:
         raise UserError(
             f"{source}: {len(unknown)} of its tensors have no place in this model, so it is of another one: "
             f"{_list_names(unknown)}.{hint} {option}"
         )
-    module.load_state_dict({name: found[name] for name in wanted}, strict=False)
-    not_used = sorted(name for name in found if name not in wanted)
+    module.load_state_dict({name: tensors[name] for name in wanted}, strict=False)
+    not_used = sorted(name for name in tensors if name not in wanted)
     return Match(sorted(wanted), sorted(name for name in expected if name not in wanted), not_used)
 
 
@@ -135,13 +135,13 @@ def find_file(source: str, option: str) -> Path:
         return path
     if (path / CONFIG).is_file():
         return checkpoint.choose_of_run(path).path
-    found = next((path / name for name in PUBLISHED if (path / name).is_file()), None)
-    if found is None:
+    file = next((path / name for name in PUBLISHED if (path / name).is_file()), None)
+    if file is None:
         raise UserError(
             f"{option}: {path} is no run, and has no {' and no '.join(PUBLISHED)}. Give a run, a file of weights, or "
             "the folder of a checkpoint."
         )
-    return found
+    return file
 
 
 def _read_chosen(run: Path, source: str, option: str) -> WeightsFile:
@@ -157,9 +157,9 @@ def _read_chosen(run: Path, source: str, option: str) -> WeightsFile:
 
 
 def _record(run: Path, option: str, weights: WeightsFile, match: Match, layout: str) -> None:
-    said = match.describe(layout)
-    logger.info("{:<16} {}: {}", START_FROM, weights.path, said)
-    choice: dict[str, Any] = {"value": str(weights.path), "reason": f"{option}: {said}", "sha256": weights.sha256}
+    summary = match.describe(layout)
+    logger.info("{:<16} {}: {}", START_FROM, weights.path, summary)
+    choice: dict[str, Any] = {"value": str(weights.path), "reason": f"{option}: {summary}", "sha256": weights.sha256}
     choice |= {"loaded": len(match.loaded), "new": match.new, "not_used": match.not_used}
     update_env(run, "choices", {START_FROM: choice})
     update_env(run, "exactness", {START_FROM: {"path": str(weights.path), "sha256": weights.sha256}})
@@ -190,9 +190,9 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _suggest_patterns(wanted: Sequence[str], expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
+def _suggest_patterns(wanted: Sequence[str], expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> str:
     """Return patterns of the parts in which everything fits; a placeholder if there is none."""
-    fits = {name for name in wanted if name in found and found[name].shape == expected[name].shape}
+    fits = {name for name in wanted if name in tensors and tensors[name].shape == expected[name].shape}
     parts = {_name_part(name) for name in fits} - {_name_part(name) for name in wanted if name not in fits}
     return ",".join(sorted(parts)) or "PATTERN"
 

@@ -2,8 +2,8 @@
 
 Two threads per rank, so that one keeps counting while a file system does not answer the other:
 
-- One counts the seconds since the main thread did something. What is slow by nature may take longer than a step.
-- One writes every few seconds, to `ranks/<attempt>-rank<N>.json`, that this process runs and what its main thread does,
+- One counts the seconds since the main thread did something. Slow phases may take longer than a step.
+- One writes every few seconds, to `ranks/<attempt>-rank<N>.json`, that this process runs and its main thread's work,
   and reads the same of the next rank. A process that is stopped, or in which no thread can run, stops writing.
 
 A rank that fails tells the others in a file, because NCCL does not: those that still wait for it a little later exit.
@@ -55,7 +55,7 @@ _REPORT_S = 10.0  # for writing down what happened; the disk may be what hangs
 _WAITS = (
     *("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/train/distributed.py"),
     "/torch/autograd/",  # gradients are summed in backward
-    "/torch/cuda/",  # a GPU waits for other ranks, too
+    "/torch/cuda/",  # a GPU also waits for other ranks
 )
 """Files of which one is on the stack of a main thread that waits for other ranks."""
 
@@ -99,7 +99,7 @@ class Watchdog:
         self.set_limit(HANG_MINUTES)
         self._idle_s = 0.0
         self._pauses: deque[float] = deque(maxlen=_PAUSES)
-        self._next: dict[str, Any] = {}  # what the next rank wrote last, and for how long it has written nothing
+        self._next: dict[str, Any] = {}  # the next rank's last note, and the seconds since
         self._next_silent_s = self._next_halted_s = 0.0  # halted: by a signal, as seen on this host
         self._was_signalled = self._has_noted = self._is_over = False
         self._failed, self._failed_s = "", 0.0  # what another rank said when it failed, and how long ago
@@ -170,7 +170,7 @@ class Watchdog:
                 _run_aside(self._write_note)
 
     def _read_signals(self) -> None:
-        """Pass on what the interpreter's own signal handler has written, which runs whatever the main thread does."""
+        """Pass on signals from the interpreter's own handler, which runs whatever the main thread does."""
         with contextlib.suppress(BlockingIOError):
             for number in os.read(self._reader, 64):
                 if number in STOP_SIGNALS:
@@ -210,14 +210,14 @@ class Watchdog:
             self._name_verdict(), f"rank {hang.rank} on {hang.host}: {hang.message}\n"
         ):
             self._record(hang)
-            more = f"More, and what to type: trainyard why {quote_path(self._run)}"
+            more = f"More, and the next command: trainyard why {quote_path(self._run)}"
             say(f"Hung: rank {hang.rank} on {hang.host}: {hang.message}. {more}", file=sys.stderr, flush=True)
         self._before_exit()
         if self._world.world_size > 1:
             time.sleep(1.25 * self._interval_s)  # until the others have noticed this file and dumped their stacks
 
     def _write_note(self) -> None:
-        """Record what this rank knows while it may still recover: whoever sent the signal may kill it soon."""
+        """Record this rank's knowledge while it may still recover: the sender of the signal may kill it soon."""
         hang = self._find_hang()
         self._dump_stacks()
         self._record(hang)
@@ -276,13 +276,13 @@ class Watchdog:
 
     def _read_others(self) -> list[dict[str, Any]]:
         """Return the records of the other ranks, each with how much older than this rank's it is."""
-        found = []
+        records = []
         for rank in set(range(self._world.world_size)) - {self._world.rank}:
             path = self._name_record(rank)
             with contextlib.suppress(FileNotFoundError):  # a rank that has ended has none
                 newest = self._name_record(self._world.rank).stat().st_mtime  # on the clock of the same file system
-                found.append({**read_object(path), "silent_s": newest - path.stat().st_mtime})
-        return found
+                records.append({**read_object(path), "silent_s": newest - path.stat().st_mtime})
+        return records
 
     # The thread that talks to other ranks
 
@@ -324,14 +324,14 @@ class Watchdog:
 
 
 def _remove_records(folder: Path, *, except_of: str) -> None:
-    """Remove what the killed ranks of earlier attempts left."""
+    """Remove files of the killed ranks of earlier attempts."""
     for path in folder.glob("*-rank*.json"):
         if path.name.rpartition("-rank")[0] != except_of:
             path.unlink(missing_ok=True)
 
 
 def _is_halted(record: dict[str, Any]) -> bool:
-    """Say whether a rank's process is on this host, and is stopped by a signal."""
+    """Return whether a rank's process is on this host, and is stopped by a signal."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it has ended
         pid, started = record["process"]
         return record["host"] == socket.gethostname() and _read_process(int(pid)) == ("T", started)

@@ -21,10 +21,10 @@ from trainyard.train import checkpoint
 from trainyard.train.archive import check_archive, check_state
 
 _NESTED_KEYS = ("ema", "model_ema", "state_dict_ema", "teacher", "state_dict", "model", "module")
-"""Where training code keeps the weights in what it saves, in order: averaged ones first."""
+"""Keys under which training code saves the weights, in order: averaged ones first."""
 
 _WRAPPERS = ("module.", "_orig_mod.")
-"""What DDP and torch.compile put before each name."""
+"""Prefixes that DDP and torch.compile put before each name."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def rename_tensors(tensors: Mapping[str, Tensor], patterns: Mapping[str, str]) -
     """Return the tensors with new names; those that no pattern matches keep theirs."""
     renamed = {}
     for name, value in tensors.items():
-        match = next((found for pattern in patterns if (found := re.fullmatch(pattern, name))), None)
+        match = next((matched for pattern in patterns if (matched := re.fullmatch(pattern, name))), None)
         renamed[match.expand(patterns[match.re.pattern]) if match else name] = value
     return renamed
 
@@ -94,9 +94,9 @@ def _read_archive(path: Path) -> dict[str, Any]:
             content = content[key]
     if not isinstance(content, dict):
         raise pickle.UnpicklingError(f"it holds a {type(content).__name__}, not tensors by name")
-    found = {str(name): value for name, value in content.items()}
-    check_state({name: value for name, value in found.items() if isinstance(value, Tensor)})
-    return found
+    tensors = {str(name): value for name, value in content.items()}
+    check_state({name: value for name, value in tensors.items() if isinstance(value, Tensor)})
+    return tensors
 
 
 def _strip_wrappers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Who this process is among the ranks of a run. The only reader of RANK, WORLD_SIZE and SLURM_*; loads no torch."""
+"""Reads this process's place among the ranks of a run. Only here are RANK and SLURM_* read; loads no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The model: a residual network that reads a log-mel spectrogram and says which class a recording belongs to."""
+"""The model: a residual network that classifies recordings by their log-mel spectrograms."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -121,7 +121,7 @@ class Classifier(TrainModule):
         return self.network(self.spectrogram(batch["wave"])).float()  # type: ignore[no-any-return]
 
     def describe_predict(self) -> Signature:
-        """Return what the network takes and returns."""
+        """Describe the network's inputs and outputs."""
         return Signature(
             {"wave": f"samples at {self.rate_hz} Hz, the first of a recording; a shorter one is repeated"},
             {"logits": "one for each class; their softmax is the probability"},
@@ -135,8 +135,8 @@ class Classifier(TrainModule):
 
     def compute_intervals(self, rows: Rows) -> dict[str, float]:
         """Return the 95 % intervals of `score`'s metrics over resampled recordings."""
-        found = scoring.bootstrap_class_metrics(rows["logits"], self._find_labels(rows), draws=self.draws)
-        return found.to_metrics()
+        intervals = scoring.bootstrap_class_metrics(rows["logits"], self._find_labels(rows), draws=self.draws)
+        return intervals.to_metrics()
 
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]

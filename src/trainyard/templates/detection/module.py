@@ -91,13 +91,13 @@ class Detector(TrainModule):
 
         Boxes are (x0, y0, x1, y1) in pixels of the stored image; the score is 0 where there are fewer than K.
         """
-        found = self.network(list(batch["image"].float()))
+        detected = self.network(list(batch["image"].float()))
         rows: dict[str, Tensor] = {"sample_id": batch["sample_id"]}
         for name, key in (("box", "boxes"), ("score", "scores"), ("label", "labels")):
-            first = found[0][key]
-            padded = first.new_zeros((len(found), self.detections, *first.shape[1:]))
-            for i, one in enumerate(found):
-                padded[i, : len(one[key])] = one[key]
+            first = detected[0][key]
+            padded = first.new_zeros((len(detected), self.detections, *first.shape[1:]))
+            for i, boxes in enumerate(detected):
+                padded[i, : len(boxes[key])] = boxes[key]
             rows[name] = padded
         return {**rows, "box": _map_boxes(rows["box"], _invert(batch["affine"]))}
 
@@ -134,11 +134,11 @@ class Detector(TrainModule):
             return {"ap": 0.0, "ap50": 0.0, "recall": 0.0}
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
             truth.createIndex()
-            found = COCOeval(truth, truth.loadRes(detections), "bbox")
-            found.evaluate()
-            found.accumulate()
-            found.summarize()
-        return {"ap": float(found.stats[0]), "ap50": float(found.stats[1]), "recall": float(found.stats[8])}
+            coco = COCOeval(truth, truth.loadRes(detections), "bbox")
+            coco.evaluate()
+            coco.accumulate()
+            coco.summarize()
+        return {"ap": float(coco.stats[0]), "ap50": float(coco.stats[1]), "recall": float(coco.stats[8])}
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         """Yield a line for each detection, with its box in pixels of the image."""

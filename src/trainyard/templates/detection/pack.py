@@ -88,12 +88,12 @@ def load(image: Listed, artifacts: Mapping[str, str]) -> Loaded:
         BadRecord: it is missing or broken, has another size than listed, or a box without an area or outside of it.
     """
     names = json.loads(artifacts[CATEGORIES])
-    data, found = _read_upright(image.path)
-    if found != image.size_px:
-        raise BadRecord(f"the image has {found} pixels, and is listed with {image.size_px}: boxes would not fit")
+    data, size_px = _read_upright(image.path)
+    if size_px != image.size_px:
+        raise BadRecord(f"the image has {size_px} pixels, and is listed with {image.size_px}: boxes would not fit")
     for box in image.boxes:
-        if not (0 <= box[0] < box[2] <= found[0] + 1 and 0 <= box[1] < box[3] <= found[1] + 1):
-            raise BadRecord(f"box {box} (x0, y0, x1, y1) has no area, or is not inside the image of {found} pixels")
+        if not (0 <= box[0] < box[2] <= size_px[0] + 1 and 0 <= box[1] < box[3] <= size_px[1] + 1):
+            raise BadRecord(f"box {box} (x0, y0, x1, y1) has no area, or is not inside the image of {size_px} pixels")
     labels = [names.index(name) for name in image.categories]
     boxes = np.array(image.boxes, np.float32).reshape(-1, 4)
     return {"image": data, "boxes": Ragged(boxes), "labels": Ragged(np.array(labels, np.int64))}
@@ -150,7 +150,7 @@ def list_images(raw: Path) -> list[Listed]:
 
 def _read_annotations(raw: Path, path: Path, set_name: str) -> Iterator[Listed]:
     content = read_annotations(path)
-    names, objects = {one.id: one.name for one in content.categories}, content.group_objects()
+    names, objects = {kind.id: kind.name for kind in content.categories}, content.group_objects()
     for image in content.images:
         place = find_listed(raw, image.file_name, where=str(path), folders=(raw, path.parent, raw / "images"))
         kept = [entry for _, entry in objects[image.id] if not entry.is_ignored]

@@ -19,7 +19,7 @@ class ModelSettings:
 
 @dataclass
 class LossSettings:
-    """What is minimised."""
+    """Options of the loss."""
 
     label_smoothing: float = option(0.0, "share of the target given to all classes alike", low=0, high=0.5)
 

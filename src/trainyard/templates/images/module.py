@@ -1,4 +1,4 @@
-"""The model: a residual network that says which class an image belongs to."""
+"""The model: a residual network that classifies images."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,7 +71,7 @@ class Classifier(TrainModule):
         return {"logits": self.network(batch["image"]).float(), "sample_id": batch["sample_id"]}
 
     def describe_predict(self) -> Signature:
-        """Return what the network takes and returns."""
+        """Describe the network's inputs and outputs."""
         return Signature(
             {"image": "resized to height and width"},
             {"logits": "one for each class; their softmax is the probability"},
@@ -84,8 +84,8 @@ class Classifier(TrainModule):
 
     def compute_intervals(self, rows: Rows) -> dict[str, float]:
         """Return the 95 % intervals of `score`'s metrics over resampled images."""
-        found = scoring.bootstrap_class_metrics(rows["logits"], self._find_labels(rows), draws=self.draws)
-        return found.to_metrics()
+        intervals = scoring.bootstrap_class_metrics(rows["logits"], self._find_labels(rows), draws=self.draws)
+        return intervals.to_metrics()
 
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]

@@ -71,7 +71,7 @@ class Perceptron(TrainModule):
         return out.float()
 
     def describe_predict(self) -> Signature:
-        """Return what the network takes and returns."""
+        """Describe the network's inputs and outputs."""
         numbers = "value and 1 if missing, for each of " + (", ".join(self.scaling.numbers) or "none: one 0")
         codes = "place in its list, from 1, for each of " + (", ".join(self.scaling.categories) or "none: one 0")
         out = {"logits": "one for each class"} if self.scaling.classes else {"predicted": "in units of the target"}
@@ -88,10 +88,10 @@ class Perceptron(TrainModule):
         """Return the 95 % intervals of `score`'s metrics over resampled rows."""
         target = self._find_targets(rows)
         if self.scaling.classes:
-            found = scoring.bootstrap_class_metrics(rows["logits"], target.astype(np.int64), draws=self.draws)
+            intervals = scoring.bootstrap_class_metrics(rows["logits"], target.astype(np.int64), draws=self.draws)
         else:
-            found = scoring.bootstrap_error_metrics(rows["predicted"], target, draws=self.draws)
-        return found.to_metrics()
+            intervals = scoring.bootstrap_error_metrics(rows["predicted"], target, draws=self.draws)
+        return intervals.to_metrics()
 
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]

@@ -31,7 +31,7 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class Scaling:
-    """What the training rows say about each column."""
+    """Statistics of each column over the training rows."""
 
     numbers: dict[str, tuple[float, float]]  # column -> mean and standard deviation
     categories: dict[str, list[str]]  # column -> its values; others, and none, count as unknown
@@ -55,9 +55,9 @@ def fit_artifacts(raw: Path, config: Config) -> Mapping[str, str]:
 
 def log_reading(raw: Path, config: Config) -> None:
     """Log which columns are read as numbers, and which as categories."""
-    found = Scaling.from_artifacts(fit_artifacts(raw, config))
-    logger.info("numbers: {}", ", ".join(found.numbers) or "none")
-    counted = ", ".join(f"{name} ({len(values)} values)" for name, values in found.categories.items())
+    scaling = Scaling.from_artifacts(fit_artifacts(raw, config))
+    logger.info("numbers: {}", ", ".join(scaling.numbers) or "none")
+    counted = ", ".join(f"{name} ({len(values)} values)" for name, values in scaling.categories.items())
     logger.info("categories: {}", counted or "none")
 
 
@@ -208,7 +208,7 @@ def _refuse_doubt(file: Path, rows: Mapping[int, Row], rule: PackingSettings) ->
 
 
 def _check_options(raw: Path, rows: Mapping[str, Row], rule: PackingSettings) -> None:
-    """Ask for what cannot be known from a table: what to predict, and how."""
+    """Require the options that a table cannot tell: the target column, and its kind."""
     names = list(next(iter(rows.values())))
     if not rule.target:
         raise UserError(f"Which column is to be predicted? Type packing.target=NAME, one of: {', '.join(names)}.")
