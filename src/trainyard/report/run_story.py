@@ -161,7 +161,7 @@ class RunStory:
             ),
             "env.json is absent: the environment and the automatic choices are not recorded.": not self.env,
             "config.yaml is absent: the options are not recorded.": not self.config,
-            "Time by activity is not recorded.": bool(self.train) and not self.seconds,
+            "No time by activity is recorded.": bool(self.train) and not self.seconds,
         }
         thinned = f"Curves and rates are those of every {self.every}th training line: the run has very many."
         absent[thinned] = self.every > 1
