@@ -250,3 +250,22 @@ int mkdirat(int folder, const char *path, mode_t mode) {
     return end(&op, made, NULL, 0);
 }
 int mkdir(const char *path, mode_t mode) { return mkdirat(AT_FDCWD, path, mode); }
+
+/* With $FAIL_READS, every read of a file whose path contains that ends with EIO. */
+static int fails(int fd) {
+    const char *part = getenv("FAIL_READS");
+    char path[PATH_MAX] = "";
+    if (!part) return 0;
+    name_descriptor(fd, path);
+    errno = EIO;
+    return strstr(path, part) != NULL;
+}
+ssize_t read(int fd, void *data, size_t length) { return fails(fd) ? -1 : syscall(SYS_read, fd, data, length); }
+ssize_t pread64(int fd, void *data, size_t length, off_t offset) {
+    return fails(fd) ? -1 : syscall(SYS_pread64, fd, data, length, offset);
+}
+ssize_t pread(int fd, void *data, size_t length, off_t offset) { return pread64(fd, data, length, offset); }
+ssize_t preadv64(int fd, const struct iovec *parts, int count, off_t offset) {
+    return fails(fd) ? -1 : syscall(SYS_preadv, fd, parts, count, offset, 0);
+}
+ssize_t preadv(int fd, const struct iovec *parts, int count, off_t offset) { return preadv64(fd, parts, count, offset); }

@@ -6,7 +6,12 @@ import sys
 
 import pytest
 
-from tests.crash_replay import NO_COMPILER, NO_MOUNT, Disk, Entry, Recording, Step, Tree, list_states
+from tests.crash_replay import NO_COMPILER, NO_MOUNT, Disk, Entry, Recording, Step, Tree, compile_library, list_states
+from tests.images import make_import_environ
+from tests.training import FAMILIES
+from trainyard.cli import main as run_command
+from trainyard.config.families import load_family
+from trainyard.runs.state import ExitCode
 
 
 def replay(*options: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -50,6 +55,34 @@ def test_a_state_is_legal_unless_a_flush_orders_it():
     assert {} in found and whole in found and empty not in found and torn not in found
     last = build_all([create, write, flush, rename, flush_folder], model="strict")[-1]
     assert last == whole
+
+
+@pytest.mark.slow
+def test_a_disk_that_fails_while_reading_is_named_with_the_file_and_nothing_else_is_blamed(tmp_path):
+    """No file is called damaged, no sample bad, and none is left out: the same command works once the disk does."""
+    library = compile_library(tmp_path)
+    if library is None:
+        pytest.skip("no C compiler is here (cc, gcc or clang)")
+    run, raw, cache = tmp_path / "runs/stripes/a", tmp_path / "raw", f"data.cache={tmp_path / 'cache'}"
+    load_family(FAMILIES, "stripes", "pack").synthesize(raw, count=20, seed=0)
+    start = ["run", "stripes", "--jobs", str(FAMILIES), "--runs", str(tmp_path / "runs"), cache, f"data.path={raw}"]
+    options = ["data.decode=cpu", "max_duration=4st", "checkpoint.every=2st", "trackers=[]"]
+    assert run_command([*start, *options, "--name", "a"]) == 0
+    (packed,) = (tmp_path / "cache").glob("stripes-*")
+    resume = ["resume", str(run), "--jobs", str(FAMILIES), "max_duration=6st", "--inexact"]
+    commands = {
+        run / "checkpoints": resume,
+        **{run / name: resume for name in ("config.yaml", "env.json", "events.jsonl", "metrics.jsonl")},
+        packed / "index.h5": ["verify", str(packed)],
+        raw: ["pack", "stripes", "--jobs", str(FAMILIES), str(raw), str(tmp_path / "out"), "data.on_error=skip"],
+    }
+    for path, words in commands.items():
+        environ = make_import_environ() | {"LD_PRELOAD": str(library), "FAIL_READS": f"{path}"}
+        command = [sys.executable, "-m", "trainyard", *words]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+        assert done.returncode == ExitCode.DISK_ERROR and "Traceback" not in done.stderr, done.stderr
+        said = done.stderr.splitlines()[-1]
+        assert said.startswith(f"DiskError: {path}") and "Input/output error (EIO)" in said, done.stderr
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from trainyard.files import (
     create_folder,
     fsync_path,
     make_folder_inside,
-    name_failed_write,
+    name_failed_file,
     name_full_disk,
     read_file,
     remove_partial_folders,
@@ -66,7 +66,7 @@ def test_a_flush_that_fails_names_the_file():
 def test_a_write_that_finds_no_room_names_file_size_and_room(tmp_path):
     """/dev/full refuses every write as a full disk does, for any user."""
     with pytest.raises(DiskFull) as caught, report_full_disk(Path("/")), Path("/dev/full").open("ab", 0) as full:
-        with name_failed_write(tmp_path / "log", size_bytes=3000):
+        with name_failed_file(tmp_path / "log", size_bytes=3000):
             full.write(b"x" * 3000)
     message = str(caught.value)
     assert f"{tmp_path}/log: not written: No space left on device. It needs 3 KiB. " in message
@@ -204,7 +204,7 @@ def test_reading_a_small_file_takes_little_memory_however_large_it_may_be(tmp_pa
 
 def test_an_error_of_the_disk_is_one_sentence_with_the_file_and_no_size(tmp_path):
     file = tmp_path / "metrics.jsonl"
-    with pytest.raises(DiskError) as raised, report_full_disk(tmp_path), name_failed_write(file, size_bytes=99):
+    with pytest.raises(DiskError) as raised, report_full_disk(tmp_path), name_failed_file(file, size_bytes=99):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
     assert str(raised.value).startswith(f"{file}: Input/output error (EIO): the disk, or the network to it, failed")
     assert "needs" not in str(raised.value)

@@ -18,7 +18,7 @@ from trainyard.config.families import load_family
 from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import pack_raw, prepare_data
 from trainyard.data.shards import ShardSet, verify
-from trainyard.files import LockHeld, exclusive_lock
+from trainyard.files import LockHeld, exclusive_lock, name_guard
 from trainyard.runs import manifest
 from trainyard.runs.create import create_run
 from trainyard.runs.folder import CONFIG, update_env
@@ -232,6 +232,27 @@ def test_synthetic_raw_files_stay_while_they_are_packed(place):
 
     prepare_data(configure(place / "data", "data.synthetic=8"), FAMILIES, on_shard=look)
     assert found == [{"drawn": "a process that uses it now", "half-packed": "a process that uses it now"}]
+
+
+@pytest.mark.usefixtures("packed_by_run")
+def test_what_is_left_of_drawing_is_listed_and_stays_if_a_run_names_it_or_it_is_drawn_now(place, capsys):
+    """Files that are not what was drawn are moved aside; a killed process leaves a folder with a name of its own."""
+    config = configure(place / "data", "data.synthetic=8")
+    prepare_data(config, FAMILIES)
+    drawn = next((place / "data").glob("stripes-synthetic-*"))
+    for _ in range(2):
+        next(drawn.glob("*.png")).write_bytes(b"other")
+        prepare_data(config, FAMILIES)
+    killed, aside = drawn.with_name(f".{drawn.name}.partial.{'0' * 16}.partial"), f"{drawn}.damaged"
+    shutil.copytree(drawn, killed)
+    create_run(place / "runs", config, name="q")  # needs what it would draw, and none of these
+    left = {str(killed), aside, f"{aside}-2"}
+    assert {name for name, item in find(place).items() if item.kind == "leftover"} == left
+    with exclusive_lock(name_guard(drawn)):
+        assert not left & list_unneeded(place)
+    create_run(place / "runs", configure(place / "data", f"data.path={aside}-2"), name="r")
+    run_gc(capsys, "--delete", "unneeded")
+    assert {str(path) for path in drawn.parent.glob(f"*{drawn.name}*") if path.is_dir()} == {str(drawn), f"{aside}-2"}
 
 
 def test_nothing_is_deleted_if_one_of_several_things_is_in_use(place, raw, packed_by_run, capsys):

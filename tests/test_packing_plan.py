@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster_runs import LAB_FILE
+from tests.slurm.cluster_runs import LAB_FILE, count_listings
 from tests.training import FAMILIES
 from trainyard.cluster.description import Cluster, load_cluster
 from trainyard.config.compose import compose
@@ -66,6 +66,16 @@ def test_raw_files_are_counted_and_larger_ones_take_more(cluster, tmp_path):
     large = choose(cluster, "stripes", f"data.path={raw}", jobs=FAMILIES)
     assert large.plan is not None and large.plan.kind.cores_per_gpu == 64
     assert "40.000 GiB" in large.where.reason
+
+
+def test_raw_files_are_listed_once_to_see_whether_they_are_packed_and_how_many_they_are(cluster, tmp_path):
+    raw, other = tmp_path / "raw", cluster.path.parent / "cache" / "stripes-other" / "index.h5"
+    load_family(FAMILIES, "stripes", "pack").synthesize(raw, count=8, seed=0)
+    other.parent.mkdir(parents=True)
+    other.touch()
+    with count_listings(raw) as listings:
+        found = choose(cluster, "stripes", f"data.path={raw}", jobs=FAMILIES)
+    assert "8 samples" in found.where.reason and listings == [str(raw)]
 
 
 def test_what_cannot_be_counted_takes_a_node_for_as_long_as_before(cluster, tmp_path):

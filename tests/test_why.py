@@ -3,6 +3,7 @@
 import json
 import re
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,18 @@ def test_an_attempt_without_rank_errors_is_explained_by_the_end_of_its_standard_
     path = folder.logs / "12_0_log.err"
     assert f"the end of {path}:\n  env: 'python3.11': No such file or directory\ncause: crashed\n" in output
     assert "an earlier attempt" not in output
+
+
+def test_of_a_large_standard_error_only_the_end_is_read(folder, no_slurm):
+    folder.begin(NOW - 900)
+    with (folder.logs / "12_0_log.err").open("a") as file:
+        file.truncate(2**29)  # sparse
+    folder.append_stderr("\nsrun: error: a100-0: task 1: Killed\n")
+    folder.end(NOW - 100, 137, "crash", "stop")
+    tracemalloc.start()
+    assert "rank 1 on a100-0" in explain_run(folder.run)
+    assert tracemalloc.get_traced_memory()[1] < 2**28
+    tracemalloc.stop()
 
 
 def test_a_job_that_ended_before_its_first_attempt_is_not_explained_by_the_job_before_it(folder):

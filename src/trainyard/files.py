@@ -75,7 +75,7 @@ def open_atomically(
     if path.is_dir() and not path.is_symlink():
         raise _make_refusal(path, "regular file")
     partial = name_partial(path).name
-    with name_failed_write(path, size_bytes=size_bytes), _open_folder(path.parent, inside=inside) as folder:
+    with name_failed_file(path, size_bytes=size_bytes), _open_folder(path.parent, inside=inside) as folder:
         try:
             with os.fdopen(os.open(partial, _CREATE, 0o666, dir_fd=folder), "wb") as file:
                 yield file
@@ -268,21 +268,21 @@ class AppendedFile:
 
     def __init__(self, path: Path) -> None:
         self._path, is_new = path, not path.exists()
-        with name_failed_write(path):
+        with name_failed_file(path):
             self._file = _open_to_append(path)
             if is_new:
                 fsync_path(path.parent)
 
     def write(self, data: bytes) -> None:
         """Append all of `data`; on a full disk a part of it may be in the file."""
-        with name_failed_write(self._path, size_bytes=len(data)):
+        with name_failed_file(self._path, size_bytes=len(data)):
             rest = memoryview(data)
             while rest:
                 rest = rest[self._file.write(rest) :]
 
     def sync(self) -> int:
         """Flush to disk; return the length of the file in bytes."""
-        with name_failed_write(self._path):
+        with name_failed_file(self._path):
             os.fsync(self._file.fileno())
         return os.fstat(self._file.fileno()).st_size
 
@@ -294,8 +294,8 @@ class AppendedFile:
 
 
 @contextlib.contextmanager
-def name_failed_write(path: Path, *, size_bytes: int = 0) -> Iterator[None]:
-    """Add to an OSError of the block the file that it is about, and the space it needs: write(2) does not."""
+def name_failed_file(path: Path, *, size_bytes: int = 0) -> Iterator[None]:
+    """Add to an OSError of the block its file and the space that it needs: read(2) and write(2) do not."""
     try:
         yield
     except OSError as error:
@@ -381,6 +381,13 @@ def _print_thread_error(error: threading.ExceptHookArgs) -> None:
     """Print the traceback of a thread, unless a full disk ended it: TensorBoard raises that again where it is used."""
     if _find_full_disk(error.exc_value) is None:
         threading.__excepthook__(error)
+
+
+def raise_failed_disk(error: BaseException, path: Path) -> None:
+    """Raise the error of a disk that failed, if `error` comes from one: what is in the file `path` is not at fault."""
+    failed = _find_failed(error, DISK_FAILED)
+    if failed is not None:
+        raise OSError(failed.errno, failed.strerror, failed.filename or str(path))
 
 
 def _find_full_disk(error: BaseException | None) -> OSError | None:
@@ -476,7 +483,7 @@ def read_file(path: Path, *, most_bytes: int) -> bytes:
     Raises:
         OSError: it cannot be read, or is larger than `most_bytes`.
     """
-    with open_file(path) as file:
+    with name_failed_file(path), open_file(path) as file:
         blocks = iter(lambda: file.read(_BLOCK), b"")  # one read of `most_bytes` would take as much memory
         data = b"".join(itertools.islice(blocks, most_bytes // _BLOCK + 2))
     if len(data) > most_bytes:
@@ -546,7 +553,7 @@ def fsync_path(path: Path) -> None:
     """Flush a file's content, or a directory's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with name_failed_write(path):
+        with name_failed_file(path):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -566,7 +573,7 @@ def raise_open_files(more: int) -> int:
 
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal; reads it in chunks, because it may be larger than memory."""
-    with path.open("rb") as file:
+    with name_failed_file(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 from loguru import logger
 
 from trainyard.errors import UserError
-from trainyard.files import parse_json
+from trainyard.files import parse_json, raise_failed_disk
 from trainyard.text import cut, join_names, quote_path, suggest_nearest
 
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
@@ -53,6 +53,7 @@ def read_text(path: Path) -> str:
     try:
         data = path.read_bytes()
     except OSError as error:
+        raise_failed_disk(error, path)
         raise UserError(f"{path}: cannot be read ({error.strerror}).") from None
     try:
         return data.decode("utf-8-sig")

@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,25 @@ def read_ends(run: Path) -> list[tuple[int, str, str]]:
     """Return attempt, cause and action of each end that the batch scripts recorded."""
     found = read_lines(run / "slurm" / "attempts.jsonl")
     return [(line["attempt"], line["cause"], line["action"]) for line in found if line["event"] == "end"]
+
+
+@contextmanager
+def count_listings(root: Path) -> Iterator[list[str]]:
+    """Yield the list of folders below `root`, itself included, that this process lists, which grows within the block.
+
+    Python cannot take away an audit hook again: this one notes nothing afterwards.
+    """
+    found, is_on = list[str](), True
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if is_on and event in ("os.listdir", "os.scandir") and Path(str(arguments[0])).is_relative_to(root):
+            found.append(str(arguments[0]))
+
+    sys.addaudithook(note)
+    try:
+        yield found
+    finally:
+        is_on = False
 
 
 TIMEOUT_S = 500  # below pytest's timeout; a busy machine has needed 150 to start six runs at once

@@ -12,6 +12,7 @@ import yaml
 
 from tests.slurm.cluster_runs import (
     LAB_FILE,
+    count_listings,
     make_starter,
     read_ends,
     read_last_step,
@@ -107,6 +108,19 @@ def test_raw_data_are_packed_in_a_cpu_job_and_the_training_waits_for_it(lab, sit
     again = site.submit("again")
     assert read_run(again).slurm_job_ids == [read_slurm_job_id(again)] and read_choice(again) == "none"
     lab.run("scancel", read_slurm_job_id(again))
+
+
+def test_submit_lists_each_folder_of_raw_files_once(lab, site, tmp_path):
+    raw = tmp_path / "raw"
+    load_family(Path("jobs"), "fingerprint", "pack").synthesize(raw, count=8, seed=0)
+    (site.cache / "fingerprint-other").mkdir(parents=True)
+    (site.cache / "fingerprint-other" / "index.h5").touch()
+    site.change(sbatch={"hold": True})
+    words = ["--hw", "a100", "--no-plan", *site.list_words(), "--jobs", "jobs", f"data.path={raw}"]
+    with count_listings(raw) as listings:
+        assert trainyard("submit", "fingerprint_smoke", *words, "--name", "once") == 0
+    assert str(raw) in listings and len(listings) == len(set(listings))
+    lab.run("scancel", *read_run(site.runs / "fingerprint_smoke" / "once").slurm_job_ids)
 
 
 def test_packing_that_fails_cancels_the_training_and_both_commands_name_its_error(lab, site, tmp_path, capsys):

@@ -26,6 +26,7 @@ from trainyard.config import compose as configs
 from trainyard.config.families import choose_root
 from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import packs_the_same
+from trainyard.data.raw import list_once
 from trainyard.environment import LocalGpu, count_visible_gpus, list_gpus
 from trainyard.errors import UserError
 from trainyard.hardware import choose_sync_batchnorm, find_gpu_by_name
@@ -76,6 +77,7 @@ def add_commands(verbs: Verbs) -> None:
     add_plan_option(verb)
 
 
+@list_once()
 def _submit(args: argparse.Namespace) -> int:
     runs.check_name(args.name, of="run")
     request = read_request(args)
@@ -243,6 +245,7 @@ def _print_submitted(what: str, run: Path) -> None:
     say(f"           trainyard status    trainyard why {name}    trainyard cancel {name}")
 
 
+@list_once()
 def resubmit(run: Path, args: argparse.Namespace) -> int:
     """Submit a run again, to resume from its newest checkpoint; resources that are not given stay as they were."""
     previous = read_submission(run)

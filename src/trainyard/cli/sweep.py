@@ -34,6 +34,7 @@ from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb
 from trainyard.cluster.description import Cluster
 from trainyard.cluster.options import keep_options, read_options
 from trainyard.config import compose as configs
+from trainyard.data.raw import list_once
 from trainyard.errors import UserError
 from trainyard.launch import submit
 from trainyard.launch import sweep as sweeps
@@ -72,6 +73,7 @@ def add_commands(verbs: Verbs) -> None:
     add_dry_option(verb)
 
 
+@list_once()
 def _run_sweep(args: argparse.Namespace) -> int:
     if args.again:
         return _continue_sweep(args)

@@ -7,6 +7,7 @@ Packed data needs none of it: groups, and contiguous arrays of numbers that lie 
 import errno
 import itertools
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import numpy as np
 from h5py import h5d, h5g, h5l, h5o, h5t
 
 from trainyard.errors import UserError
-from trainyard.files import PACKED_DATA, check_format
+from trainyard.files import PACKED_DATA, check_format, raise_failed_disk
 
 NUMBERS = frozenset(
     {"bool", "float16", "float32", "float64"}
@@ -52,6 +53,7 @@ def open_hdf5(path: Path) -> h5py.File:
     try:
         file = h5py.File(path, "r", locking=False)  # locks fail on many network file systems; nobody writes here
     except OSError as error:
+        raise_failed_disk(error, path)
         if error.errno in (errno.EMFILE, errno.ENFILE, errno.EACCES):  # says nothing about the file's content
             raise ShardError(f"{path}: cannot be opened: {os.strerror(error.errno)}.") from None
         raise ShardError(f"{path}: not a readable HDF5 file ({error}). Pack the data again.") from None
@@ -73,6 +75,8 @@ def explain_malformed(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        number = re.search(r"errno = (\d+)", str(error))  # libhdf5 writes it into the text of a RuntimeError
+        raise_failed_disk(OSError(int(number[1]), os.strerror(int(number[1]))) if number else error, path)
         raise make_refusal(path, f"is malformed ({str(error).strip()})") from None
 
 

@@ -29,7 +29,7 @@ from trainyard.data.hdf5 import (
     read_string,
     read_texts,
 )
-from trainyard.files import open_file, parse_json
+from trainyard.files import name_failed_file, open_file, parse_json
 from trainyard.text import quote_path
 
 INDEX = "index.h5"
@@ -130,7 +130,7 @@ def read_fingerprint(path: Path) -> str:
     Raises:
         ShardError: the file was changed since it was written.
     """
-    with path.open("rb") as file:
+    with name_failed_file(path), path.open("rb") as file:
         header = file.read(HEADER_BYTES)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if header != _make_header(digest):

@@ -203,16 +203,19 @@ def count_samples(config: TrainConfig, jobs_dir: Path) -> int:
     return measure_raw(config, jobs_dir)[0]
 
 
-def measure_raw(config: TrainConfig, jobs_dir: Path) -> tuple[int, int]:
+def measure_raw(config: TrainConfig, jobs_dir: Path, seen: "Seen | None" = None) -> tuple[int, int]:
     """Return how many samples the raw files in `data.path` are, and about how many bytes; opens no image or sound.
+
+    Args:
+        seen: has watched the samples if they were listed before; then they are not listed again.
 
     Raises:
         UserError: there is no such folder, or the family refuses the raw files.
     """
-    raw, seen = Path(config.data.path), Seen(set())
+    raw, seen = Path(config.data.path), seen or Seen(set())
     family = load_family(jobs_dir, config.family, "pack")
     _require_folder(raw, family)
-    for _ in seen.watch(family.samples(raw, config)):
+    for _ in () if seen.count else seen.watch(family.samples(raw, config)):
         pass
     return seen.count, seen.estimate_bytes() + (raw.stat().st_size if raw.is_file() else 0)
 
@@ -234,11 +237,14 @@ def is_packed(config: TrainConfig) -> bool:
     return bool(config.data.path) and (Path(config.data.path) / "index.h5").is_file()
 
 
-def find_packed(config: TrainConfig, jobs_dir: Path) -> Path | None:
+def find_packed(config: TrainConfig, jobs_dir: Path, seen: "Seen | None" = None) -> Path | None:
     """Return the packed data that `prepare_data` would find complete; None if it would pack.
 
     Raw files are not listed again if their folders have not changed since they were packed. `prepare_data` lists them,
     so that it notices a file that was overwritten in place, and packs again.
+
+    Args:
+        seen: watches the samples if they are listed.
 
     Raises:
         UserError: the raw files cannot be listed.
@@ -250,7 +256,7 @@ def find_packed(config: TrainConfig, jobs_dir: Path) -> Path | None:
         return None
     known = recall_listing(_name_remembered(config, raw, jobs_dir))
     if known is None:
-        folder = _list_raw(config, raw, jobs_dir)[1]
+        folder = _list_raw(config, raw, jobs_dir, seen)[1]
     else:
         logger.info("{}: its folders are as they were when it was packed, so its files are not listed again", raw)
         folder = Path(config.data.cache) / Path(known).name

@@ -37,7 +37,7 @@ from trainyard.data.index import (
     read_index,
     read_keys,
 )
-from trainyard.files import raise_open_files
+from trainyard.files import raise_failed_disk, raise_open_files
 from trainyard.text import quote_path
 
 KEY = "key"
@@ -208,7 +208,12 @@ class ShardSet:
         """Read records by system calls; return the index of the first record that is cut off."""
         begin = 0
         for i, (owner, start, end) in enumerate(places):
-            if os.preadv(self._open(owner).fileno(), [whole[begin:end]], start) != end - begin:
+            try:
+                count = os.preadv(self._open(owner).fileno(), [whole[begin:end]], start)
+            except OSError as error:
+                raise_failed_disk(error, self.shards[owner].path)
+                raise
+            if count != end - begin:
                 return i
             begin = end
         return None

@@ -26,7 +26,7 @@ from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, IMAGE, PCM, RAGGED
 from trainyard.data.shards import KEY, Audio, Loaded, Ragged, Sample
 from trainyard.data.store import InputStore, JpegStore, Store, find_region, scale_region
 from trainyard.errors import ContractError, UserError, find_place
-from trainyard.files import DISK_FULL, FORMATS, PACKED_DATA, open_atomically
+from trainyard.files import DISK_FULL, FORMATS, PACKED_DATA, open_atomically, raise_failed_disk
 from trainyard.text import join_names
 
 _SEEDED = "numpy.random.default_rng(seed) or random.Random(key)"
@@ -216,6 +216,7 @@ def write_shard(task: ShardTask, *, on_sample: Callable[[], object]) -> WrittenS
         except Exception as error:
             if isinstance(error, UserError | MemoryError) or getattr(error, "errno", None) in DISK_FULL:
                 raise
+            raise_failed_disk(error, sample.source or Path(sample.key))
             bad.append((sample.key, _describe_error(error)))
         else:
             rows.append({name: _join(blobs, name, value) for name, value in measured.items()})

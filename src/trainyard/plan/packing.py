@@ -12,7 +12,7 @@ from trainyard.choice import Choice
 from trainyard.cluster.description import format_minutes
 from trainyard.cluster.options import choose_options, keep_options
 from trainyard.config.settings import TrainConfig
-from trainyard.data.prepare import find_packed, is_packed, measure_raw, packs_the_same
+from trainyard.data.prepare import Seen, find_packed, is_packed, measure_raw, packs_the_same
 from trainyard.plan.make_plan import choose_time
 from trainyard.plan.resources import Code, Plan, ResourceRequest
 from trainyard.text import format_size
@@ -65,9 +65,10 @@ def choose_packing(plan: Plan, jobs_dir: Path, *, code: Code | None = None) -> P
         )
     if code is not None and not code.folder.joinpath(*__name__.split(".")).with_suffix(".py").is_file():
         return PackingChoice(None, Choice(_IN_THE_RUN, f"{code.folder} is older code, which cannot pack alone"))
-    if packed := find_packed(config, jobs_dir):
+    seen = Seen(set())
+    if packed := find_packed(config, jobs_dir, seen):
         return PackingChoice(None, Choice("none", f"the same data are packed: {packed}"))
-    job = _make_plan(plan, hw, jobs_dir)
+    job = _make_plan(plan, hw, jobs_dir, seen)
     return PackingChoice(
         job,
         Choice(
@@ -91,12 +92,12 @@ def choose_shared_packing(
     return choice
 
 
-def _make_plan(plan: Plan, hw: str, jobs_dir: Path) -> Plan:
+def _make_plan(plan: Plan, hw: str, jobs_dir: Path, seen: Seen) -> Plan:
     """Return the plan of a job that packs on one node, in the container image that the run uses."""
     cluster, node = plan.cluster, plan.cluster.gpus[hw]
     node_cores, node_gib = node.cores_per_gpu * node.per_node, node.memory_gib_per_gpu * node.per_node
     cores, time = _choose_size(
-        _estimate_work(plan.config, jobs_dir), node_cores, choose_time(hw, node, cluster, ResourceRequest())
+        _estimate_work(plan.config, jobs_dir, seen), node_cores, choose_time(hw, node, cluster, ResourceRequest())
     )
     kind = replace(
         node,
@@ -121,7 +122,7 @@ def _make_plan(plan: Plan, hw: str, jobs_dir: Path) -> Plan:
     )
 
 
-def _estimate_work(config: TrainConfig, jobs_dir: Path) -> Choice[float] | None:
+def _estimate_work(config: TrainConfig, jobs_dir: Path, seen: Seen) -> Choice[float] | None:
     """Return the core-seconds that packing takes, drawing included, and of what; None if the raw files are not there.
 
     Raises:
@@ -132,7 +133,7 @@ def _estimate_work(config: TrainConfig, jobs_dir: Path) -> Choice[float] | None:
         return Choice(config.data.synthetic * (pace.draw_s + pace.pack_s), f"{config.data.synthetic:,} drawn samples")
     if not Path(config.data.path).exists():
         return None
-    samples, size_bytes = measure_raw(config, jobs_dir)
+    samples, size_bytes = measure_raw(config, jobs_dir, seen)
     work_s = max(samples, size_bytes / (1e3 * pace.raw_kb)) * pace.pack_s
     return Choice(work_s, f"{samples:,} samples" + (f" of {format_size(size_bytes)}" if size_bytes else ""))
 

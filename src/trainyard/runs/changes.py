@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from trainyard.config.frozen import LOCATION, build_tree, hash_options, read_options, write_frozen
 from trainyard.errors import ConfigError, FormatError, UserError
-from trainyard.files import open_file
+from trainyard.files import open_file, raise_failed_disk
 from trainyard.runs.events import ENDS, EVENTS_FILE, METRICS_FILE, STARTS, Line, append_event, read_lines
 from trainyard.runs.folder import CONFIG, ENV_FILE, EnvChanged, read_env, select_fixed_env, write_env
 from trainyard.runs.manifest import hash_fields, list_checkpoints
@@ -149,6 +149,7 @@ def _check_config(run: Path, record: Mapping[str, Any], accepted: set[str]) -> C
     try:
         options, stated = read_options(path)
     except ConfigError as error:
+        raise_failed_disk(error, path)
         return Change(path, str(error).removeprefix(str(path)).lstrip(":, "), _advise(run, record, can_accept=False))
     kept, mutable = record.get("kept", {}), record.get("mutable", {})
     is_intact = stated == hash_options(options)
@@ -173,6 +174,7 @@ def _check_env(run: Path, record: Mapping[str, Any], accepted: set[str]) -> Chan
     except FormatError:
         raise
     except UserError as error:
+        raise_failed_disk(error, path)
         can_accept = isinstance(error, EnvChanged)
         return Change(path, str(error).removeprefix(f"{path}: "), _advise(run, record, can_accept=can_accept))
     if not record or fixed == record["env"] or hash_fields(fixed) in accepted:
@@ -189,6 +191,7 @@ def _check_metrics(run: Path, record: Mapping[str, Any], accepted: set[str]) -> 
     try:
         digest, size = _hash_metrics(run, expected["bytes"])
     except OSError as error:
+        raise_failed_disk(error, run / METRICS_FILE)
         problem = f"cannot be read: {error.strerror}."
         moved = f"mv {quote_path(run / METRICS_FILE)} {quote_path(f'{run / METRICS_FILE}.old')}"
         return Change(run / METRICS_FILE, problem, f"Restore it from a copy, or resume without it: {moved}")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainyard.errors import UserError
-from trainyard.files import DISK_FULL, AppendedFile, open_atomically, open_file, parse_json
+from trainyard.files import DISK_FULL, AppendedFile, open_atomically, open_file, parse_json, raise_failed_disk
 
 TIMING_KEYS = frozenset(
     {"samples_per_s", "step_ms", "data_wait_ms", "idle_ms", "compute_ms", "memory_gib", "elapsed_s", "seconds"}
@@ -87,6 +87,7 @@ def read_sampled_metrics(run: Path, *, most: int) -> list[Line]:
     except FileNotFoundError:
         return []
     except OSError as error:
+        raise_failed_disk(error, path)
         raise UserError(f"{path}: cannot be read: {error.strerror}. Put the file itself there.") from None
     lines = [raw for chunk in chunks for raw in chunk if not _is_lost(raw)]
     places = [place for place, raw in enumerate(lines) if raw.startswith(_TRAIN_LINE)]
@@ -206,6 +207,7 @@ def _open_lines(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         if error.errno in DISK_FULL:  # from a write of the block: reading needs no space
             raise
+        raise_failed_disk(error, path)
         raise UserError(f"{path}: cannot be read: {error.strerror}. Put the file itself there.") from None
 
 

@@ -34,6 +34,7 @@ ATTEMPTS = "slurm/attempts.jsonl"
 """File with a line for each start and each end of an attempt that Slurm started."""
 
 _MOST_BYTES = 2**30  # of a file of events
+_MOST_STDERR_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -309,16 +310,22 @@ def _list_current_jobs(run: Path, submission: JsonObject) -> list[str]:
 def read_stderr(snapshot: RunSnapshot, attempt: Attempt | None) -> list[str]:
     """Return the standard error of the batch script, srun and rank 0 in an attempt.
 
-    All attempts of a Slurm job append to one file, each after a header line from attempt.sh.
+    All attempts of a Slurm job append to one file, each after a header line from attempt.sh. Only its end is read: what
+    a user's code writes there has no bounds.
 
     Args:
         attempt: None: the whole file of the latest submission, which has no attempt yet.
     """
     _, path = locate_output_files(snapshot.run, snapshot.submission, attempt.slurm_job_id if attempt else "")
-    text = path.read_text(errors="replace") if path.is_file() else ""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        is_cut = file.seek(max(0, path.stat().st_size - _MOST_STDERR_BYTES)) > 0
+        text = file.read(_MOST_STDERR_BYTES).decode(errors="replace")
     if attempt is not None:
-        own = text.partition(f"{_ATTEMPT_HEADER} {attempt.id} on ")[2].partition(f"{_ATTEMPT_HEADER} ")[0]
-        text = own.partition("\n")[2]
+        _, header, own = text.partition(f"{_ATTEMPT_HEADER} {attempt.id} on ")
+        own = own if header or not is_cut else text  # its header was before the end
+        text = own.partition(f"{_ATTEMPT_HEADER} ")[0].partition("\n")[2]
     return text.splitlines()
 
 

@@ -22,7 +22,7 @@ from trainyard.files import (
     FlockRefused,
     exclusive_lock,
     load_json,
-    name_failed_write,
+    name_failed_file,
     open_file,
     remove_partial_files,
     replace,
@@ -130,7 +130,7 @@ class RunLock:
 
     def __enter__(self) -> Self:
         owner = Owner.from_this_process(self._attempt)
-        with name_failed_write(self._path):
+        with name_failed_file(self._path):
             while True:
                 second = _SecondName(self._path, owner)
                 try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.errors import FormatError, UserError
-from trainyard.files import CHECKPOINT, check_format, load_json, open_file
+from trainyard.files import CHECKPOINT, check_format, load_json, open_file, raise_failed_disk
 
 DATA_NAME = re.compile(r"step-([0-9]+)(?:-([0-9]+))?\.ckpt")
 MOST = 2**63
@@ -35,6 +35,7 @@ class Entry:
     meta: Mapping[str, Any]  # added by the caller of `save`; empty if the manifest is damaged
     sha256: str  # of the data file, as saved; empty if the manifest is damaged
     problem: str | None  # a fault found without reading the data; `verify` also reads the data
+    error: OSError | None = None  # of reading the manifest
 
 
 def list_checkpoints(directory: Path) -> list[Entry]:
@@ -69,13 +70,20 @@ def find_result_step(entries: Sequence[Entry]) -> int | None:
 
 
 def verify(entry: Entry) -> str | None:
-    """Read the whole data file and return the checkpoint's fault, None if it is as it was saved."""
+    """Read the whole data file and return the checkpoint's fault, None if it is as it was saved.
+
+    Raises:
+        OSError: the disk failed, which says nothing about the checkpoint.
+    """
     if entry.problem:
+        if entry.error is not None:
+            raise_failed_disk(entry.error, entry.path)
         return entry.problem
     try:
         with open_file(entry.path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
+        raise_failed_disk(error, entry.path)
         return f"the data file cannot be read: {error.strerror}"
     return None if digest == entry.sha256 else f"SHA-256 is {digest[:12]}.., the manifest says {entry.sha256[:12]}.."
 
@@ -91,7 +99,7 @@ def read_entry(path: Path) -> Entry:
     Raises:
         FormatError: it is of another format.
     """
-    step, size = parse_name(path)[0], 0
+    step, size, failed = parse_name(path)[0], 0, None
     try:
         if path.is_symlink():
             open_file(path)  # raises
@@ -101,13 +109,13 @@ def read_entry(path: Path) -> Entry:
         if problem is None:
             open_file(path).close()
     except OSError as error:
-        problem = f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
+        failed, problem = error, f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
     except FormatError:
         raise
     except (ValueError, RecursionError) as error:
         problem = f"the manifest is damaged: {error}"
     if problem:
-        return Entry(path, step, size, {}, "", problem)
+        return Entry(path, step, size, {}, "", problem, failed)
     return Entry(path, step, size, manifest["meta"], manifest["sha256"], None)
 
 

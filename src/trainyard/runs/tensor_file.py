@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from trainyard.errors import UserError
-from trainyard.files import name_failed_write, name_partial, open_file, parse_json, rename
+from trainyard.files import name_failed_file, name_partial, open_file, parse_json, rename
 
 Array = NDArray[np.float32]
 
@@ -61,7 +61,7 @@ def create_tensor_file(
     size = 8 + len(header) + end
     partial = name_partial(path)
     try:
-        with name_failed_write(path, size_bytes=size), partial.open("x+b") as file:
+        with name_failed_file(path, size_bytes=size), partial.open("x+b") as file:
             os.posix_fallocate(file.fileno(), 0, size)
             file.write(len(header).to_bytes(8, "little") + header)
             file.flush()

@@ -38,6 +38,7 @@ _GIB = 2**30
 _LEFTOVER_AGE_S = 3600  # a run is created within seconds: a younger folder may be one that is being created
 _PACKED_FILE = re.compile(rf"{re.escape(INDEX)}|{JOURNAL}|{LOSS}|shard-\d{{5,9}}\.h5|\..+\.partial")
 _SYNTHETIC = re.compile(r"[A-Za-z]\w*-synthetic-\d+-seed\d+-[0-9a-f]{8}(\.partial)?")
+_NOT_DRAWN = re.compile(rf"\.?({_SYNTHETIC.pattern})(\.damaged(-\d+)?|\.[0-9a-f]+\.partial)")  # moved aside, or killed
 _NEW = re.compile(r"\.new-[0-9a-f]+")
 _STAGED = re.compile(r"[0-9a-f]{16}(\.partial)?")
 
@@ -151,8 +152,9 @@ def delete_usage(usages: Sequence[DiskUsage], tell: Callable[[str], object]) -> 
         with ExitStack() as readers:
             for run in dict.fromkeys(usage.run for usage in usages if usage.run):
                 guards.enter_context(RunLock(run))
+            for guard, usage in {usage.guard: usage for usage in usages}.items():  # several may share one
+                _take_lock(guards, guard, usage, "another process is making it now")
             for usage in usages:
-                _take_lock(guards, usage.guard, usage, "another process is making it now")
                 _take_lock(readers, usage.index, usage, "a process is reading it now")
             for usage in usages:
                 tell(f"deleting {usage.name} ({format_bytes(usage.bytes)}). Getting it back: {usage.again}")
@@ -245,7 +247,13 @@ def _name_needing(path: Path, needs: Sequence[_Needs]) -> str:
 def _list_data(cache: Path, needs: Sequence[_Needs]) -> Iterator[DiskUsage]:
     listings = [path for path in cache.glob(".*.listing") if path.lstat().st_uid == os.geteuid()]
     packed_by_runs = {recall_listing(path, only_complete=False) for path in listings}
+    named = [need._replace(prefix=None) if need.prefix else need for need in needs]
     for folder in sorted(cache.iterdir()):
+        if not_drawn := _NOT_DRAWN.fullmatch(folder.name):
+            guard = name_guard(folder.with_name(not_drawn[1]))
+            if guard.is_file():
+                for usage in _measure(folder, "leftover", _name_needing(folder, named), again="nothing to get back"):
+                    yield replace(usage, kept_for=_explain_use(guard), guard=guard)
         if folder.name.startswith(".") or not _is_own_folder(folder):
             continue
         names, guard, index = [entry.name for entry in folder.iterdir()], name_guard(folder), None

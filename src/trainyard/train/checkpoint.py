@@ -223,14 +223,20 @@ def find_newest_valid(directory: Path) -> Entry | None:
 
     Raises:
         CheckpointError: every checkpoint is damaged.
+        OSError: none is undamaged, and of one only the disk is known to have failed.
     """
-    damaged: list[str] = []
+    damaged, failed = list[str](), None
     for entry in list_checkpoints(directory):
-        problem = verify(entry)
+        try:
+            problem = verify(entry)
+        except OSError as error:
+            failed, problem = error, error.strerror
         if problem is None:
             return entry
         logger.warning("{}: damaged, trying the one before: {}", entry.path, problem)
         damaged.append(f"\n  {entry.path.name}: {problem}")
+    if failed is not None:
+        raise failed
     if damaged:
         move = f"mv {quote_path(directory)} {quote_path(directory)}.damaged"
         raise CheckpointError(
