@@ -233,6 +233,19 @@ class TrainModule(nn.Module):
         """
         return {}
 
+    @staticmethod
+    def on_metrics(kind: str, step: int, values: Mapping[str, object]) -> None:
+        """See what a run measured, such as to send it somewhere. Called on rank 0, while training waits.
+
+        It gets neither the module nor the run's own values, so it changes nothing but by an exception, which ends the
+        run. After a resume it sees the steps since the checkpoint again.
+
+        Args:
+            kind: "train", for every `log_every` steps, or "eval", for a scored set.
+            step: optimizer steps done.
+            values: a copy of a line of `metrics.jsonl`: `loss` and `lr`, or `split` and what `score` returned.
+        """
+
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         """Yield a line of `trainyard predict`'s table for each row, in order; `keys` are the samples' names."""
         raise NotImplementedError
