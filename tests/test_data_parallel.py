@@ -66,22 +66,22 @@ class Brightness(TrainModule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_a_resumed_step_sums_gradients_as_an_undisturbed_run_does(world_size, tmp_path):
-    run_on_ranks(_compare_resumed_with_undisturbed, world_size, tmp_path)
+@pytest.mark.parametrize(("world_size", "find_unused"), [(3, False), (4, False), (3, True)])
+def test_a_resumed_step_sums_gradients_as_an_undisturbed_run_does(world_size, find_unused, tmp_path):
+    run_on_ranks(_compare_resumed_with_undisturbed, world_size, tmp_path, find_unused)
 
 
-def _compare_resumed_with_undisturbed(rank: int, world_size: int, folder: Path) -> None:
+def _compare_resumed_with_undisturbed(rank: int, world_size: int, folder: Path, find_unused: bool) -> None:
     for accumulation in (1, 2):
-        whole = _make_state()
+        whole = _make_state(find_unused)
         _take_steps(whole, range(1), rank=rank, world_size=world_size, accumulation=accumulation)
         assert _count_buckets(whole) == 2, "the first step already uses the final buckets"
         _take_steps(whole, range(1, 4), rank=rank, world_size=world_size, accumulation=accumulation)
 
-        stopped = _make_state()
+        stopped = _make_state(find_unused)
         _take_steps(stopped, range(2), rank=rank, world_size=world_size, accumulation=accumulation)
         saved = encode_state(stopped, fingerprint="", metrics_position=0, artifacts={})
-        resumed = _make_state(distributed.broadcast_from_rank0(saved), folder)
+        resumed = _make_state(find_unused, distributed.broadcast_from_rank0(saved), folder)
         _take_steps(resumed, range(2, 4), rank=rank, world_size=world_size, accumulation=accumulation)
         if rank == 0:  # whose state is saved
             assert find_differences(whole.module.state_dict(), resumed.module.state_dict()) == [], accumulation
@@ -306,7 +306,7 @@ def _join_and_work(work: Callable[..., None], rank: int, world_size: int, folder
     distributed.leave()
 
 
-def _make_state(saved: dict[str, Any] | None = None, path: Path = Path()) -> TrainState:
+def _make_state(find_unused: bool, saved: dict[str, Any] | None = None, path: Path = Path()) -> TrainState:
     torch.manual_seed(0)
     module = Classifier().train()
     state = TrainState(
@@ -319,7 +319,7 @@ def _make_state(saved: dict[str, Any] | None = None, path: Path = Path()) -> Tra
     )
     if saved is not None:
         restore_state(state, saved, fingerprint="", path=path)
-    state.model = wrap_in_ddp(module, device=CPU, sync_batchnorm=False)
+    state.model = wrap_in_ddp(module, device=CPU, sync_batchnorm=False, find_unused_parameters=find_unused)
     return state
 
 

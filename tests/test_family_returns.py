@@ -132,7 +132,7 @@ from functools import partial
 
 import numpy as np
 
-from trainyard.data.shards import Ragged, Sample
+from trainyard.data.shards import Mask, Ragged, Sample
 
 
 
@@ -279,10 +279,20 @@ MISTAKES = {
         f"{LOAD}: 'x' is Ragged",
     ),
     "an array has objects": (LOADED, LOADED.replace("np.float32", "object"), f"{LOAD}: 'x' is .*object"),
-    "a second image would be in no batch": (
+    "a second image has no first one to follow": (
         LOADED,
         LOADED.replace("number % 2", "b'PNG'"),
         f"{LOAD}: 'y' is bytes of an image",
+    ),
+    "a mask has no image to follow": (
+        LOADED,
+        LOADED.replace("number % 2", "Mask(np.ones((2, 2), np.uint8))"),
+        f"{LOAD}: 'y' is a mask",
+    ),
+    "a mask is no array of uint8": (
+        LOADED,
+        f"{LOADED.replace('number % 2', 'Mask(np.ones((2, 2)))')} | {{'image': b'PNG'}}",
+        f"{LOAD}: 'y' is Mask; expected .*Mask of \\(H, W\\) uint8",
     ),
     "a sample lacks a record": (LOADED, f"{LATE}return {{'y': 1}}\n    {LOADED}", f"{LOAD} returned y"),
     "a record has a reserved name": (LOADED, LOADED.replace('"y"', '"sample_id"'), f"{LOAD}.*'sample_id' .*reserved"),

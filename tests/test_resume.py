@@ -28,6 +28,8 @@ from trainyard.node.rank_task import execute
 from trainyard.runs.changes import find_changes
 from trainyard.runs.create import create_run
 from trainyard.runs.events import read_events, read_metrics
+from trainyard.runs.folder import read_env
+from trainyard.runs.state import ExitCode
 from trainyard.runs.why import explain_run
 from trainyard.train import checkpoint
 
@@ -36,6 +38,28 @@ def list_resumes(run: Path) -> list[int]:
     """Return the steps from which attempts of a run resumed."""
     events = read_events(run) if (run / "events.jsonl").exists() else []
     return [event["step"] for event in events if event["event"] == "resume"]
+
+
+@pytest.mark.slow
+def test_ranks_that_use_different_parameters_find_them_and_resume_bitwise(tmp_path):
+    options = ["model.branch=true", "max_duration=2ep", "micro_batch_size=3"]
+    refused = new_run(tmp_path, *options, "find_unused_parameters=off")
+    assert 0 not in train_on_ranks(refused, 2, rendezvous="off")
+    assert "its loss gives branch.weight, branch.bias no gradient" in explain_run(refused)
+
+    whole, stopped = (new_run(tmp_path, *options) for _ in range(2))
+    assert train_on_ranks(whole, 2, rendezvous="whole") == [0, 0]
+    chosen = read_env(whole)["choices"]["find_unused_parameters"]
+    named = "of the first micro-batches, only some use branch.bias, branch.weight"
+    assert chosen == {"value": True, "reason": named}
+
+    two = [start(stopped, rank=r, world_size=2, rendezvous="first") for r in range(2)]
+    assert set(stop_after(two, stopped, 5)) == {ExitCode.PREEMPTED}
+    assert train_on_ranks(stopped, 2, rendezvous="second") == [0, 0]
+    assert list_resumes(stopped), "it ended before it was stopped"
+    assert read_env(stopped)["choices"]["find_unused_parameters"] == chosen
+    assert find_differences(load_state(whole), load_state(stopped)) == []
+    assert read_run_metrics(whole) == read_run_metrics(stopped)
 
 
 @pytest.mark.slow

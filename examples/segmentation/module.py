@@ -10,7 +10,7 @@ from trainyard.train.module import Batch, DataInfo, Rows, Signature, TrainModule
 
 from .config import Config
 
-OUTSIDE = 255  # the class of pixels that are outside the stored image
+OUTSIDE = 255  # what a mask has where the input shows nothing of the stored image
 
 
 def build(config: Config, data: DataInfo) -> "UNet":
@@ -36,7 +36,7 @@ class UNet(TrainModule):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return the cross-entropy over the pixels of each image."""
-        logits_BKHW, true_BHW = self._compute(batch["image"]), follow(batch["mask"], batch["affine"], batch["image_px"])
+        logits_BKHW, true_BHW = self._compute(batch["image"]), batch["mask"]
         loss_BHW = functional.cross_entropy(logits_BKHW, true_BHW, ignore_index=OUTSIDE, reduction="none")
         pixels_B = (true_BHW != OUTSIDE).sum((1, 2)).clamp(min=1)
         return {"loss": (loss_BHW.sum((1, 2)) / pixels_B).mean()}
@@ -47,7 +47,7 @@ class UNet(TrainModule):
         rows = {"sample_id": batch["sample_id"], "mask": found_BHW.to(torch.uint8)}
         if "mask" in batch:
             numbers_K = torch.arange(len(self.classes), device=found_BHW.device)
-            found, true = (values[..., None] == numbers_K for values in (found_BHW, batch["mask"].long()))
+            found, true = (values[..., None] == numbers_K for values in (found_BHW, batch["mask"]))
             rows |= {"both": (found & true).sum((1, 2)), "either": (found | true).sum((1, 2))}
         return rows
 
@@ -76,31 +76,6 @@ class UNet(TrainModule):
         """Return what the network takes and returns."""
         classes = {"classes": list(self.classes)}
         return Signature({"image": "resized to height and width"}, {"mask": "class of each pixel"}, classes)
-
-
-def follow(mask_BHW: Tensor, affine: Tensor, image_px: Tensor) -> Tensor:
-    """Move masks as augmentation moved their images.
-
-    Args:
-        mask_BHW: uint8, each of the whole stored image.
-        affine: (B, 2, 3), from pixels of the stored image to pixels of the input (`trainyard.train.module.Batch`).
-        image_px: (B, 2) height and width of the stored image.
-
-    Returns:
-        (B, H, W) int64, of the input; OUTSIDE where no pixel of the stored image is.
-    """
-    height, width = mask_BHW.shape[1:]
-    y, x = (torch.arange(n, device=affine.device) + 0.5 for n in (height, width))
-    input_HW2 = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=2)
-    back_B1122 = torch.linalg.inv(affine[:, :, :2])[:, None, None]
-    from_corner_BHW2 = input_HW2 - affine[:, None, None, :, 2]
-    stored_BHW2 = (back_B1122 * from_corner_BHW2[..., None, :]).sum(4)  # no matrix product: those lose digits in bf16
-    scale_B2 = image_px.new_tensor([width, height]) / image_px.flip(1)
-    column, row = (stored_BHW2 * scale_B2[:, None, None]).floor().long().unbind(3)
-    inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
-    index = row.clamp(0, height - 1) * width + column.clamp(0, width - 1)
-    moved = mask_BHW.flatten(1).gather(1, index.flatten(1)).view_as(index).long()
-    return torch.where(inside, moved, OUTSIDE)
 
 
 def _double(channels_in: int, channels: int) -> nn.Module:

@@ -1,6 +1,5 @@
 """Turns a folder of images and one of masks, with the same file names, into samples."""
 
-import io
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ from PIL import Image
 
 from trainyard.data.labelled import assign_sets, find_sets
 from trainyard.data.raw import IMAGES, list_named
-from trainyard.data.shards import BadRecord, Loaded, Sample
+from trainyard.data.shards import BadRecord, Loaded, Mask, Sample
 from trainyard.data.write_shard import read_image
 
 from .config import Config
@@ -19,14 +18,13 @@ from .config import Config
 def samples(raw: Path, config: Config) -> Iterator[Sample]:
     """Yield every image of `raw/images`, with the mask of this name in `raw/masks`, which is a PNG file.
 
-    Records: `image`, and `mask` (image.height_px, image.width_px) uint8, the class of each pixel. Column: `set` (text).
+    Records: `image`, and `mask`, the class of each pixel. Column: `set` (text).
     """
     images = dict(list_named(raw / "images", IMAGES))
     sets = assign_sets(dict.fromkeys(images, ""), config.packing)
-    size = config.image.width_px, config.image.height_px
     for key, path in images.items():
         mask = (raw / "masks" / key).with_suffix(".png")
-        read = partial(load, path, mask, size=size, classes=len(config.packing.classes))
+        read = partial(load, path, mask, len(config.packing.classes))
         yield Sample(key, read, {"set": sets[key]}, source=path)
 
 
@@ -36,19 +34,18 @@ def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Itera
         yield Sample(key, partial(load, path), source=path)
 
 
-def load(path: Path, mask: Path | None = None, *, size: tuple[int, int] = (0, 0), classes: int = 0) -> Loaded:
-    """Read one image, and its mask at the size of the model's input.
+def load(path: Path, mask: Path | None = None, classes: int = 0) -> Loaded:
+    """Read one image and its mask.
 
     Raises:
         BadRecord: one of them is not a complete image, or the mask has other values than those of the classes.
     """
     if mask is None:
         return {"image": read_image(path)[0]}
-    encoded = read_image(mask)[0]
-    found = np.asarray(Image.open(io.BytesIO(encoded)).resize(size, Image.Resampling.NEAREST))
+    found = np.asarray(read_image(mask)[1])
     if found.ndim != 2 or found.max() >= classes:
         raise BadRecord(f"{mask}: {found.shape} up to {found.max()}; expected one of {classes} classes for each pixel.")
-    return {"image": read_image(path)[0], "mask": found.astype(np.uint8)}
+    return {"image": read_image(path)[0], "mask": Mask(found.astype(np.uint8))}
 
 
 def splits(

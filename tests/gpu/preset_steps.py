@@ -34,7 +34,7 @@ from trainyard.train.heartbeat import Heartbeat
 from trainyard.train.meters import read_peak_memory_gib
 from trainyard.train.precision import allow_nondeterministic_operators, make_autocast, read_capability
 from trainyard.train.run_context import TRAIN, RunContext, make_loader, read_one_step
-from trainyard.train.run_state import prepare_state
+from trainyard.train.run_state import prepare_state, wrap_model
 from trainyard.train.schedule import build_schedule
 from trainyard.train.step import StepResult, TrainState, train_step
 from trainyard.train.world import World
@@ -206,6 +206,8 @@ def open_preset(
         state, _ = prepare_state(context)
         schedule = build_schedule(state.module, config, steps_per_epoch=len(context.orders(0)))
         steps = PresetSteps(context, state, schedule)
+        autocast = make_autocast(context.precision, context.device)
+        wrap_model(context, state, lambda: [steps.read_micro_batch()], autocast=autocast)
         steps.choose_determinism()
         yield steps
 

@@ -363,6 +363,13 @@ class TrainConfig:
     sync_batchnorm: bool = option(
         False, "on several GPUs, BatchNorm uses the statistics of all ranks' micro-batches, not each rank its own"
     )
+    find_unused_parameters: str = option(
+        "auto",
+        "on several ranks, look in each step for parameters that its micro-batches do not use; auto: where the first "
+        "micro-batches of some ranks use parameters that those of others do not",
+        choices=("auto", "on", "off"),
+        mutable_on_resume=True,
+    )
     deterministic: bool = option(
         True, "use deterministic kernels; if torch has all, a resume is bitwise equal on a GPU"
     )

@@ -11,6 +11,7 @@ from trainyard.errors import UserError
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio, SplitMix64's increment
 _DRAWS = 13
+_TIE_PX = 1e-3
 _NOISE = 32
 _GEOMETRY, _JOB_NOISE, _AUDIO_START, _INPUT_SCALE = range(4)  # independent streams of random numbers
 
@@ -181,6 +182,34 @@ def compute_affine(p: Parameters, *, height_px: int, width_px: int) -> np.ndarra
     pixels = np.array([[width_px / 2, 0, width_px / 2], [0, height_px / 2, height_px / 2]])
     whole: np.ndarray = pixels @ np.linalg.inv(warp) @ decoded
     return whole.astype(np.float32)
+
+
+def invert_affine(affine: np.ndarray, *, stored_scale: np.ndarray) -> np.ndarray:
+    """Return (B, 2, 3) float64, which maps (x, y, 1) in pixels of the model's input to pixels of a stored mask.
+
+    A point on the edge of two pixels of the image is moved into the later one, whatever float32 lost in `affine`.
+
+    Args:
+        affine: (B, 2, 3), what `compute_affine` returned.
+        stored_scale: (B, 2) height and width of the mask, divided by those of the stored image.
+    """
+    square = np.concatenate([affine, np.tile([[[0.0, 0.0, 1.0]]], (len(affine), 1, 1))], axis=1)
+    inverse: np.ndarray = np.linalg.inv(square)[:, :2]
+    inverse[:, :, 2] += _TIE_PX
+    scaled: np.ndarray = inverse * stored_scale[:, ::-1, None]
+    return scaled
+
+
+def scale_boxes(box: np.ndarray, stored_scale: np.ndarray) -> np.ndarray:
+    """Return (B, 4) int32 boxes of the same part of images of other sizes; edges are rounded.
+
+    Args:
+        box: (B, 4) y, x, height, width.
+        stored_scale: (B, 2) height and width of each other image, divided by those of the image with the box.
+    """
+    low = np.rint(box[:, :2] * stored_scale)
+    sides = np.maximum(np.rint((box[:, :2] + box[:, 2:]) * stored_scale) - low, 1)
+    return np.concatenate([low, sides], axis=1).astype(np.int32)
 
 
 def needs_resampling(settings: AugmentSettings) -> bool:

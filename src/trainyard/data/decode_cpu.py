@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,11 @@ class Request:
     parameters: Parameters
     out: Tensor  # (B, H, W, C) uint8 on the host, the loader's buffer, which the decoder fills
     item: Any = None  # the loader's
+    to_stored: np.ndarray | None = None  # of masks: (B, 2, 3) from pixels of the input to pixels of the stored mask
 
+
+OUTSIDE = 255
+"""The class in a mask where the model's input shows nothing of the stored image."""
 
 AudioRequest = tuple[Item, list[np.ndarray]]
 """One micro-batch of audio: the loader's item, and B WAV or FLAC files, uint8, or (frames,) int16 recordings."""
@@ -46,19 +51,41 @@ def decode(requests: Iterator[Request], *, channels: int, fill: int, threads: in
     Yields:
         request: in the order of `requests`.
         images: (B, H, W, C) uint8, the request's `out`. Resizing is bilinear with antialiasing (a triangle filter as
-            wide as the scale), rounded to uint8, as in Pillow.
+            wide as the scale), rounded to uint8, as in Pillow. Masks are not resized, but moved (`_move_mask`).
     """
     with get_pool(threads) as pool:
         for request in requests:
 
             def crop_image(i: int, request: Request = request) -> Tensor:
-                image_HWC = decode_image(request.records[i], channels)
-                if list(image_HWC.shape[:2]) != request.shapes[i, :2].tolist():
-                    raise ValueError("an image has another size than the index says")  # the loader names it
-                return crop(image_HWC, request.parameters.box[i], fill)
+                return crop(_decode_record(request, i, channels=channels), request.parameters.box[i], fill)
 
-            resize_all(crop_image, request, pool, max(1, threads))
+            if request.to_stored is None:
+                resize_all(crop_image, request, pool, max(1, threads))
+            else:
+                list(pool.map(partial(_move_mask, request), range(len(request.records))))
             yield request, request.out
+
+
+def _decode_record(request: Request, i: int, *, channels: int) -> Tensor:
+    image_HWC = decode_image(request.records[i], channels)
+    if list(image_HWC.shape[:2]) != request.shapes[i, :2].tolist():
+        raise ValueError("an image has another size than the index says")  # the loader names it
+    return image_HWC
+
+
+def _move_mask(request: Request, i: int) -> None:
+    """Give each pixel of mask `i` of `out` the class at its centre; OUTSIDE beyond the box or the mask."""
+    assert request.to_stored is not None
+    mask_HW, out_HW = _decode_record(request, i, channels=1).numpy()[:, :, 0], request.out[i, :, :, 0].numpy()
+    y, x = np.ogrid[: out_HW.shape[0], : out_HW.shape[1]]
+    column, row = (
+        np.floor(a * (x + 0.5) + b * (y + 0.5) + c).astype(np.int64) for a, b, c in request.to_stored[i].tolist()
+    )
+    corner, size = np.split(request.parameters.box[i], 2)
+    (top, left), (bottom, right) = np.maximum(corner, 0), np.minimum(corner + size, mask_HW.shape)
+    is_inside = (row >= top) & (row < bottom) & (column >= left) & (column < right)
+    out_HW[:] = OUTSIDE
+    out_HW[is_inside] = mask_HW[row[is_inside], column[is_inside]]
 
 
 def decode_audio(requests: Iterator[AudioRequest], *, threads: int) -> Iterator[AudioRequest]:

@@ -7,7 +7,7 @@ import numpy as np
 import soundfile
 from PIL import Image, UnidentifiedImageError
 
-from trainyard.data.index import AUDIO, ENCODED_IMAGE, INPUT_PNG
+from trainyard.data.index import AUDIO, ENCODED_IMAGE, INPUT_PNG, MASK
 
 
 class BadRecord(ValueError):
@@ -47,7 +47,8 @@ def find_misfit(kind: str, data: np.ndarray, shape: Sequence[int]) -> str:
 
     Records without a header have been compared by `read_index`: their shape gives their size.
     """
-    read = {ENCODED_IMAGE: read_image_shape, INPUT_PNG: read_image_shape, AUDIO: read_audio_shape}.get(kind)
+    images = dict.fromkeys((ENCODED_IMAGE, MASK, INPUT_PNG), read_image_shape)
+    read = {**images, AUDIO: read_audio_shape}.get(kind)
     if read is None:
         return ""
     try:

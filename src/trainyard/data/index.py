@@ -8,7 +8,7 @@ import contextlib
 import fcntl
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,14 +34,15 @@ from trainyard.text import quote_path
 
 INDEX = "index.h5"
 
-ENCODED_IMAGE, ARRAY, RAGGED, AUDIO, PCM = "image", "array", "ragged", "audio", "pcm"
+ENCODED_IMAGE, MASK, ARRAY, RAGGED, AUDIO, PCM = "image", "mask", "array", "ragged", "audio", "pcm"
 INPUT_PNG, INPUT_RAW = "input-png", "input-raw"
-"""Kinds of records: an encoded image; an array of the same shape in all samples; an array of variable length; the bytes
-of an audio file; PCM audio; an image that packing resized to the model's input (`store.py`), as PNG or uncompressed."""
+"""Kinds of records: an encoded image; a mask as PNG; an array of the same shape in all samples; an array of variable
+length; the bytes of an audio file; PCM audio; an image that packing resized to the model's input (`store.py`), as PNG
+or uncompressed."""
 
 INPUTS = (INPUT_PNG, INPUT_RAW)
 IMAGE = "image"
-"""Name of the record that the loader turns into the model's input."""
+"""Name of the record that augmentation is drawn for. Masks and images of other names follow it."""
 
 REGION = ("box_y", "box_x", "box_height", "box_width")
 """Columns with the part of an image that counts as the whole, in px of the image before packing resized it to
@@ -76,6 +77,11 @@ class Records:
         """The shape of each record, if all have one: of ARRAY and INPUT_RAW."""
         assert self.kind in (ARRAY, INPUT_RAW)
         return tuple(self.shape[0, : 3 if self.kind == INPUT_RAW else None].tolist())
+
+
+def list_followers(records: Mapping[str, Records]) -> dict[str, Records]:
+    """Return the masks and the further images, which the loader moves as augmentation moves a sample's `image`."""
+    return {n: r for n, r in records.items() if r.kind == MASK or (r.kind == ENCODED_IMAGE and n != IMAGE)}
 
 
 @dataclass(frozen=True)
@@ -275,9 +281,9 @@ def _read_columns(file: h5py.File, count: int, vocabulary: dict[str, list[str]])
 def _read_records(parent: h5py.Group, name: str, shards: list[Shard]) -> Records:
     group, path = read_group(parent, name), Path(parent.file.filename)
     kind, dtype = read_string(group, "kind"), read_string(group, "dtype")
-    if kind not in (ENCODED_IMAGE, ARRAY, RAGGED, AUDIO, PCM, *INPUTS):
+    if kind not in (ENCODED_IMAGE, MASK, ARRAY, RAGGED, AUDIO, PCM, *INPUTS):
         raise make_refusal(path, f"{group.name} is of the unknown kind {kind!a}")
-    if dtype not in NUMBERS or (kind in (ENCODED_IMAGE, AUDIO, *INPUTS) and dtype != "uint8"):
+    if dtype not in NUMBERS or (kind in (ENCODED_IMAGE, MASK, AUDIO, *INPUTS) and dtype != "uint8"):
         raise make_refusal(path, f"{group.name} has elements of type {dtype!a}")
     count = shards[-1].first + shards[-1].count
     records = Records(
@@ -307,8 +313,8 @@ def _find_fault(records: Records, shard: Shard, rows: slice) -> str:
     start, size, shape = records.start[rows], records.size[rows], records.shape[rows]
     if start.min() < 0 or size.min() < 0 or (size > shard.size_bytes - start).any():
         return "a record lies outside the file"
-    if records.kind in (ENCODED_IMAGE, AUDIO):
-        axes = 3 if records.kind == ENCODED_IMAGE else 2
+    if records.kind in (ENCODED_IMAGE, MASK, AUDIO):
+        axes = 2 if records.kind == AUDIO else 3
         return "" if shape.shape[1] == axes and shape.min() >= 0 else "a shape cannot be true"
     if records.kind in INPUTS:
         alike = shape.shape[1] == 5 and shape.min() >= 1 and (shape[:, :3] == records.shape[0, :3]).all()

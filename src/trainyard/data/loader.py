@@ -19,7 +19,18 @@ from trainyard.data.arrays import BatchMemory, read_arrays
 from trainyard.data.decode_cpu import Request
 from trainyard.data.device import prepare_model_input, shape_channels
 from trainyard.data.host_memory import count_pinned_bytes
-from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, IMAGE, INPUT_RAW, INPUTS, PCM, RAGGED
+from trainyard.data.index import (
+    ARRAY,
+    AUDIO,
+    ENCODED_IMAGE,
+    IMAGE,
+    INPUT_RAW,
+    INPUTS,
+    MASK,
+    PCM,
+    RAGGED,
+    list_followers,
+)
 from trainyard.data.item import Draws, Item
 from trainyard.data.order import EpochOrder, split_into_micro_batches
 from trainyard.data.prefetch import count_prefetched, prefetch
@@ -230,6 +241,8 @@ class Loader:
             elif records.kind == PCM:
                 stream = self._read_pcm(name, stream, largest)
         if self._has_images:
+            for name in list_followers(self.data.records):
+                stream = self._decode_follower(name, stream)
             stream = self._add_images(stream, self._allocate_buffers(buffers, largest), largest)
         return stream
 
@@ -310,6 +323,7 @@ class Loader:
                 total += items * count_allocated(largest * int(records.size.max()))
         if self._has_images:
             pixels = largest * self._count_pixels()
+            total += len(list_followers(self.data.records)) * items * count_allocated(pixels)
             total += (items + _UNFINISHED_COPIES) * count_allocated(pixels)
             total += 4 * pixels if on_cpu else 0  # the model's input
         return total
@@ -361,6 +375,30 @@ class Loader:
 
         for request, images in self._name_misfits(IMAGE, self._run_image_decoder(make_requests(), largest), pending):
             request.item.images = images
+            yield request.item
+
+    def _decode_follower(self, name: str, items: Iterator[Item]) -> Iterator[Item]:
+        """Add a mask or a further image, moved as each sample's image is, by the reference decoder."""
+        records, original_px = self.data.records[name], self.data.records[IMAGE].original_px
+        is_mask, pending = records.kind == MASK, deque[Item]()
+
+        def make_requests() -> Iterator[Request]:
+            for item in items:
+                assert item.parameters is not None
+                pending.append(item)
+                encoded = self.data.read_bytes(name, item.ids, check_crc=self._settings.check_crc)
+                shapes, parameters, to_stored = records.shape[item.ids], item.parameters, None
+                scale = shapes[:, :2] / original_px[item.ids]
+                parameters = replace(parameters, box=augment.scale_boxes(parameters.box, scale))
+                if is_mask:
+                    to_stored = augment.invert_affine(item.values["affine"].numpy(), stored_scale=scale)
+                out = torch.empty((len(item.ids), *item.size, channels), dtype=torch.uint8)
+                yield Request(encoded, shapes, parameters, out, item, to_stored)
+
+        channels, fill = 1 if is_mask else self._image.channels, self._image.fill
+        decoded = decode_cpu.decode(make_requests(), channels=channels, fill=fill, threads=self._threads)
+        for request, images in self._name_misfits(name, decoded, pending):
+            request.item.values[name] = images.squeeze(3) if is_mask else images
             yield request.item
 
     def _name_misfits(self, name: str, decoded: Iterator[Decoded], pending: deque[Item]) -> Iterator[Decoded]:
@@ -450,6 +488,10 @@ class Loader:
         for name, records in self.data.records.items():
             if records.kind in (AUDIO, PCM):
                 batch[name] = batch[name] * (1 / 32768)  # exact: a power of two
+            elif records.kind == MASK:
+                batch[name] = batch[name].long()
+            elif records.kind == ENCODED_IMAGE and name != IMAGE:
+                batch[name] = self._make_model_input(batch[name], item.augmentation)
         return batch
 
     def _make_model_input(self, images: Tensor, augmentation: Mapping[str, Tensor]) -> Tensor:

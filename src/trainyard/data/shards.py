@@ -31,6 +31,7 @@ from trainyard.data.index import (
     ENCODED_IMAGE,
     INPUT_PNG,
     INPUTS,
+    MASK,
     Records,
     Shard,
     hold_packed,
@@ -63,7 +64,14 @@ class Audio:
     data: bytes | np.ndarray
 
 
-Loaded = dict[str, bytes | np.ndarray | Ragged | Audio | int | float | str]
+@dataclass(frozen=True)
+class Mask:
+    """The class of each pixel of the sample's `image`, (H, W) uint8 at any resolution; packed as PNG."""
+
+    values: np.ndarray
+
+
+Loaded = dict[str, bytes | np.ndarray | Mask | Ragged | Audio | int | float | str]
 _Place = tuple[int, int, int]  # shard, first byte in it, end of the record in the buffer
 
 
@@ -165,7 +173,7 @@ class ShardSet:
         """
         records = self.records[name]
         read = self.read_bytes(name, ids, check_crc=check_crc, buffer=buffer)
-        if records.kind in (ENCODED_IMAGE, AUDIO, INPUT_PNG):
+        if records.kind in (ENCODED_IMAGE, MASK, AUDIO, INPUT_PNG):
             return read
         shapes = records.shape[ids, : 3 if records.kind in INPUTS else None].tolist()
         return [data.view(records.dtype).reshape(shape) for data, shape in zip(read, shapes, strict=True)]

@@ -22,9 +22,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from trainyard.config.families import describe_value, locate_code, refuse_own_randomness
 from trainyard.data.hdf5 import NUMBERS
 from trainyard.data.headers import BadRecord, read_audio_shape, read_image_shape
-from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, IMAGE, PCM, RAGGED
-from trainyard.data.shards import KEY, Audio, Loaded, Ragged, Sample
-from trainyard.data.store import InputStore, JpegStore, Store, find_region, scale_region
+from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, IMAGE, MASK, PCM, RAGGED
+from trainyard.data.shards import KEY, Audio, Loaded, Mask, Ragged, Sample
+from trainyard.data.store import InputStore, JpegStore, Store, encode_png, find_region, scale_region
 from trainyard.errors import ContractError, UserError, find_place
 from trainyard.files import DISK_FULL, FORMATS, PACKED_DATA, open_atomically, raise_failed_disk
 from trainyard.text import join_names
@@ -243,16 +243,16 @@ def _check_loaded(sample: Sample, loaded: Any, first: Loaded) -> None:
     for name, value in {**sample.columns, **loaded}.items():
         if name in _RESERVED:
             raise ContractError(f"{where}: '{name}' is reserved: a batch has it already. Choose another name.")
-        if isinstance(value, bytes) and name != IMAGE:
+        if isinstance(value, bytes | Mask) and not isinstance(loaded.get(IMAGE), bytes):
             raise ContractError(
-                f"{where}: '{name}' is bytes of an image, and only '{IMAGE}' is decoded: it would be in no batch. Pack "
-                "its pixels as an array."
+                f"{where}: '{name}' is {_describe_form(value)}, which follows the augmentation of '{IMAGE}', and there "
+                f"is none. Name the first image '{IMAGE}'."
             )
         if not (form := _describe_form(value)):
             kind = describe_value(value) if isinstance(value, np.ndarray) else type(value).__name__
             raise ContractError(
-                f"{where}: '{name}' is {kind}; expected an image's bytes, a NumPy array of numbers, Ragged, Audio, a "
-                "number or text."
+                f"{where}: '{name}' is {kind}; expected an image's bytes, Mask of (H, W) uint8, a NumPy array of "
+                "numbers, Ragged, Audio, a number or text."
             )
         other = first.get(name, value)
         if isinstance(value, np.ndarray) and isinstance(other, np.ndarray) and value.shape != other.shape:
@@ -268,6 +268,10 @@ def _describe_form(value: Any) -> str:
     """Describe the form that all samples must share in a record or a column; "" if it cannot be packed."""
     if isinstance(value, np.ndarray):
         return f"an array {value.shape}" if value.dtype.name in NUMBERS else ""
+    if isinstance(value, Mask):
+        mask = value.values
+        is_mask = isinstance(mask, np.ndarray) and mask.dtype == np.uint8 and mask.ndim == 2 and mask.size
+        return "a mask" if is_mask else ""
     if isinstance(value, Ragged):
         array = value.values
         is_packable = isinstance(array, np.ndarray) and array.ndim and array.dtype.name in NUMBERS
@@ -335,7 +339,7 @@ def open_in_memory() -> h5py.File:
 def _measure(loaded: Loaded, store: Store | None) -> dict[str, _Value | _Blob]:
     """Read the shape of each image and audio file from its header; change the image if there is a store."""
     row: dict[str, _Value | _Blob] = {
-        name: _encode_blob(value) if isinstance(value, bytes | Ragged | Audio) else value
+        name: _encode_blob(value) if isinstance(value, bytes | Mask | Ragged | Audio) else value
         for name, value in loaded.items()
     }
     data = loaded.get(IMAGE)
@@ -362,9 +366,11 @@ def _refuse_arrays(loaded: Loaded) -> None:
         )
 
 
-def _encode_blob(value: bytes | Ragged | Audio) -> _Blob:
+def _encode_blob(value: bytes | Mask | Ragged | Audio) -> _Blob:
     if isinstance(value, bytes):
         return _Blob(value, ENCODED_IMAGE, "uint8", read_image_shape(value))
+    if isinstance(value, Mask):
+        return _Blob(encode_png(value.values[:, :, None]), MASK, "uint8", (*value.values.shape, 1))
     if isinstance(value, Ragged):
         array = _make_native(value.values, value.values.dtype)
         return _Blob(_view_bytes(array), RAGGED, array.dtype.name, array.shape)

@@ -19,10 +19,11 @@ import torch
 from trainyard.config import compose as configs
 from trainyard.config.families import find_jobs, load_family
 from trainyard.config.settings import TrainConfig
+from trainyard.data.decode_cpu import decode_image
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.order import shuffle
 from trainyard.data.prepare import prepare_data
-from trainyard.data.shards import Audio, Ragged, ShardSet
+from trainyard.data.shards import Audio, Mask, Ragged, ShardSet
 from trainyard.data.splits import find_splits
 from trainyard.errors import INTERFACE, SEE_INTERFACE, UserError, find_place
 from trainyard.text import join_names, quote_path
@@ -177,6 +178,9 @@ def _reads_back(data: ShardSet, i: int, name: str, value: Any) -> bool:
         stored, values = data.read_arrays(name, np.array([i]))[0], getattr(value, "values", None)
         expected = value.data if isinstance(value, Audio) else values
         return stored.tobytes() == (expected if isinstance(expected, bytes) else np.asarray(expected).tobytes())
+    if isinstance(value, Mask):
+        (png,) = data.read_bytes(name, np.array([i]))
+        return bool(np.array_equal(decode_image(png, 1)[:, :, 0].numpy(), value.values))
     if isinstance(value, bytes):
         return data.read_bytes(name, np.array([i]))[0].tobytes() == value
     if isinstance(value, np.ndarray):

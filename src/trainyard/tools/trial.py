@@ -20,7 +20,7 @@ from trainyard.train.determinism import choose_determinism
 from trainyard.train.heartbeat import Heartbeat
 from trainyard.train.precision import make_autocast
 from trainyard.train.run_context import RunContext, make_loader, read_one_step
-from trainyard.train.run_state import prepare_state
+from trainyard.train.run_state import prepare_state, wrap_model
 from trainyard.train.schedule import build_schedule
 from trainyard.train.step import StepResult, TrainState, train_step
 from trainyard.train.world import World
@@ -111,6 +111,7 @@ def prepare_trial(
     with closing(context.data):
         state, _ = prepare_state(context)
         trial = Trial(context, state)
+        wrap_model(context, state, trial.read_step, autocast=trial.autocast)
         if config.deterministic:
             choose_determinism(
                 state.module,

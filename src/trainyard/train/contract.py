@@ -16,6 +16,7 @@ from trainyard.config.settings import TrainConfig
 from trainyard.errors import ContractError
 from trainyard.text import join_names
 from trainyard.train.module import Batch, DataInfo, Signature, TrainModule
+from trainyard.train.out_of_memory import name_phase
 
 _FORWARD = '{"loss": () of the graph, ...}, each a scalar tensor'
 _PREDICT = '{"sample_id": (B,), ...}, each a tensor with a row for each of the B samples'
@@ -89,13 +90,35 @@ def check_losses(module: nn.Module, returned: Any) -> None:
         )
 
 
-def check_gradients(module: nn.Module, *, world_size: int) -> None:
+def try_gradients(
+    module: TrainModule, batch: Batch, autocast: Callable[[], AbstractContextManager[None]]
+) -> TrainModule:
+    """Return a copy of the module with the gradients of a batch; neither the module nor the batch changes.
+
+    Raises:
+        UserError: as `compute_first_losses` and `copy_module`.
+    """
+    given = {name: values.clone() for name, values in batch.items()}
+    with name_phase("trial of the first micro-batch"):
+        tried = copy_module(module)
+        with autocast():
+            loss = compute_first_losses(tried, tried, given)["loss"]
+        loss.backward()  # type: ignore[no-untyped-call]
+    return tried
+
+
+def list_without_gradient(module: nn.Module) -> list[str]:
+    """Return the names of the parameters that train, but have no gradient."""
+    return [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
+
+
+def check_gradients(module: nn.Module, *, needs_all: bool) -> None:
     """Find parameters that the first step gave no gradient, so that they do not train.
 
     Raises:
-        UserError: there are several ranks, which wait for each other's gradients.
+        UserError: `needs_all`: ranks wait for each other's gradients of all parameters.
     """
-    unused = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
+    unused = list_without_gradient(module)
     if not unused:
         return
     message = (
@@ -103,8 +126,8 @@ def check_gradients(module: nn.Module, *, world_size: int) -> None:
         f"{'it does' if len(unused) == 1 else 'they do'} not train. Use them, or remove or freeze them: "
         "parameter.requires_grad_(False)"
     )
-    if world_size > 1:
-        raise ContractError(message)
+    if needs_all:
+        raise ContractError(f"{message}. If other batches use them: find_unused_parameters=on")
     logger.warning(message)
 
 

@@ -2,9 +2,10 @@
 
 import hashlib
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainyard.choice import Choice
+from trainyard.data.loader import MicroBatch
 from trainyard.errors import ContractError
+from trainyard.runs.folder import read_env
 from trainyard.text import join_names
-from trainyard.train import distributed
+from trainyard.train import distributed, precision
+from trainyard.train.contract import list_without_gradient, try_gradients
 from trainyard.train.module import TrainModule
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
@@ -41,7 +45,44 @@ def describe_batch_statistics(
     )
 
 
-def wrap_in_ddp(module: TrainModule, *, device: torch.device, sync_batchnorm: bool) -> DistributedDataParallel:
+def choose_unused_search(
+    module: TrainModule,
+    peek: Callable[[], Sequence[MicroBatch]],
+    *,
+    run: Path,
+    wanted: str,
+    autocast: Callable[[], AbstractContextManager[None]],
+) -> Choice[bool]:
+    """Return whether DDP looks in each step for parameters that a rank did not use, and why. Every rank takes part.
+
+    With "auto", the first attempt tries a few micro-batches of each rank on copies of the module. Parameters that only
+    some of them use need the search. Those that none uses do not: they would never train, so the first step refuses
+    them by name (`contract.check_gradients`). Later attempts read the record: rounding depends on the choice, because
+    with the search DDP forms other buckets.
+
+    Args:
+        peek: returns some of this rank's next micro-batches, which are used only to try them.
+        wanted: the option `find_unused_parameters`.
+    """
+    if wanted != "auto":
+        return Choice(wanted == "on", f"find_unused_parameters={wanted}")
+    recorded = read_env(run).get("choices", {}).get("find_unused_parameters") if distributed.is_rank0() else None
+    if recorded := distributed.broadcast_from_rank0(recorded):
+        return Choice(**recorded)
+    with precision.allow_nondeterministic_operators():
+        tried = [try_gradients(module, part.batch, autocast) for part in peek() if part.weight]
+    # names of parameters with sparse gradients are left out: DDP ignores these
+    unused = [set(list_without_gradient(one)).difference(module.sparse_gradients()) for one in tried]
+    found = [names for names_of_rank in distributed.gather_to_rank0(unused) or [] for names in names_of_rank]
+    partly = sorted(set[str]().union(*found).difference(set.intersection(*found))) if found else []
+    if partly := distributed.broadcast_from_rank0(partly):
+        return Choice(True, f"of the first micro-batches, only some use {join_names(partly)}")
+    return Choice(False, "the first micro-batches all use the same parameters")
+
+
+def wrap_in_ddp(
+    module: TrainModule, *, device: torch.device, sync_batchnorm: bool, find_unused_parameters: bool = False
+) -> DistributedDataParallel:
     """Wrap a module so that ranks train it together. Its optimizer and its averaged copies stay valid.
 
     All buffers become rank 0's, once. After that, each step starts from rank 0's BatchNorm statistics, so that a resume
@@ -58,8 +99,11 @@ def wrap_in_ddp(module: TrainModule, *, device: torch.device, sync_batchnorm: bo
         module, [*constants, *sparse]
     )
     ids = [device.index] if device.type == "cuda" else None
-    model = DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
-    _fix_bucket_order(model)
+    model = DistributedDataParallel(
+        module, device_ids=ids, gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters
+    )
+    if not find_unused_parameters:  # else DDP keeps the buckets that it begins with
+        _fix_bucket_order(model)
     return model
 
 

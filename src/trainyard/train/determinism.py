@@ -16,9 +16,8 @@ from trainyard.runs.folder import read_env, update_env
 from trainyard.runs.history import read_object
 from trainyard.text import quote_path
 from trainyard.train import distributed, precision
-from trainyard.train.contract import compute_first_losses, copy_module
+from trainyard.train.contract import try_gradients
 from trainyard.train.module import TrainModule
-from trainyard.train.out_of_memory import name_phase
 
 SECTION = "determinism"
 """The section of env.json with a `Findings` for each kind of device and version of torch that the run was on."""
@@ -135,14 +134,10 @@ def _try_micro_batch(
     seen = _AttentionBackEnds()
 
     def compute_gradient() -> None:
-        batch = {name: values.clone() for name, values in peek().batch.items()}
-        tried = copy_module(module)
-        with autocast(), seen:
-            loss = compute_first_losses(tried, tried, batch)["loss"]
-        loss.backward()  # type: ignore[no-untyped-call]
+        with seen:
+            try_gradients(module, peek().batch, autocast)
 
-    with name_phase("trial of the first micro-batch"):
-        operators = precision.find_nondeterministic_operators(compute_gradient)
+    operators = precision.find_nondeterministic_operators(compute_gradient)
     return Findings(operators, sorted(seen.names))
 
 

@@ -21,6 +21,9 @@ It has `sample_id` (B,) int64, every column of the data set under its name (B,),
 - image: `image` (B, C, H, W) float32, normalised and augmented; `affine` (B, 2, 3) float32 maps (x, y, 1) in pixels
   of the stored image (left and upper edges at 0) to pixels of the input; `image_px` (B, 2) float32 is the stored
   image's height and width.
+- image of another name: under it, as `image`, and moved as the sample's `image`: by the same part of its own size.
+- `Mask`: (B, H, W) int64, moved as the image, without interpolation: the class of the stored mask at each pixel's
+  centre; 255 where the input shows nothing of the stored image.
 - array of fixed shape: under its name, (B, ...).
 - `Ragged`: (B, L, ...), padded with zeros to the longest of the batch, and `<name>_count` (B,) int64.
 - `Audio`: (B, N) float32 in [-1, 1), and `<name>_count` (B,) int64, the frames of the whole recording. N is
@@ -229,6 +232,19 @@ class TrainModule(nn.Module):
         pages are shared. A family whose samples others may see declares `report` in its Config with samples="on".
         """
         return {}
+
+    @staticmethod
+    def on_metrics(kind: str, step: int, values: Mapping[str, object]) -> None:
+        """See what a run measured, such as to send it somewhere. Called on rank 0, while training waits.
+
+        It gets neither the module nor the run's own values, so it changes nothing but by an exception, which ends the
+        run. After a resume it sees the steps since the checkpoint again.
+
+        Args:
+            kind: "train", for every `log_every` steps, or "eval", for a scored set.
+            step: optimizer steps done.
+            values: a copy of a line of `metrics.jsonl`: `loss` and `lr`, or `split` and what `score` returned.
+        """
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         """Yield a line of `trainyard predict`'s table for each row, in order; `keys` are the samples' names."""

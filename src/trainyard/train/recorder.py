@@ -1,5 +1,6 @@
 """Writes a run's metrics and events, to disk and to trackers. Their schema is in runs/events.py."""
 
+import copy
 import hashlib
 import json
 import math
@@ -44,6 +45,7 @@ class Recorder:
         resume_at: int | None,
         monitor: str = "",
         check_owner: Callable[[], None] = lambda: None,
+        on_metrics: Callable[[str, int, Mapping[str, object]], object] = lambda kind, step, values: None,
     ) -> None:
         """Open both files for appending, as new ones (`start_new_file`), and the trackers.
 
@@ -55,6 +57,7 @@ class Recorder:
                 for one without a checkpoint that starts from scratch, after `rewind(run, 0)`.
             monitor: the metric that decides, with its split, such as val/eer, for the trackers.
             check_owner: called before each write; raises if another process has taken over the run.
+            on_metrics: called with a copy of each line of metrics after it was written: `TrainModule.on_metrics`.
 
         Raises:
             UserError: a tracker is not installed, or the folder of a new run already has metrics.
@@ -69,7 +72,7 @@ class Recorder:
         before = [*newest, *(e for e in read_lines(run / EVENTS_FILE) if e["step"] <= (resume_at or 0))]
         self._elapsed_before_s = find_elapsed_s(before) if resume_at is not None else 0.0
         self._started_s = time.monotonic()
-        self._check_owner = check_owner
+        self._check_owner, self._on_metrics = check_owner, on_metrics
         self._metrics = AppendedFile(run / METRICS_FILE)
         with (run / METRICS_FILE).open("rb") as file:
             self._digest = hashlib.file_digest(file, "sha256")  # of all lines, those of earlier attempts too
@@ -100,6 +103,8 @@ class Recorder:
         if file is self._metrics:
             self._digest.update(data)
         self._log_to_trackers(kind, step, values)
+        if file is self._metrics:
+            self._on_metrics(kind, step, copy.deepcopy(dict(values)))
 
     def log_figure(self, split: str, step: int, title: str, png: bytes) -> None:
         """Show a figure of a scored split in the trackers that show images."""
@@ -215,6 +220,7 @@ def open_recorder(context: RunContext, progress: Progress, metrics_position: int
         resume_at=None if metrics_position is None else progress.step,
         monitor=f"{VALIDATION}/{monitor['metric']}" if VALIDATION in context.splits else "",
         check_owner=context.check_owner,
+        on_metrics=type(context.module).on_metrics,
     )
     fields = {
         "event": "start" if metrics_position is None else "resume",

@@ -3,8 +3,8 @@
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,17 @@ import torch
 from loguru import logger
 from torch import Tensor
 
+from trainyard.choice import Choice
 from trainyard.config.settings import TrainConfig
+from trainyard.data.loader import MicroBatch
 from trainyard.errors import UserError
-from trainyard.runs.folder import update_env
+from trainyard.runs.folder import record_choices, update_env
 from trainyard.runs.manifest import MOST, CheckpointError
 from trainyard.text import quote_path
 from trainyard.train import checkpoint, distributed
 from trainyard.train.best import Plateau
 from trainyard.train.compiled_layers import begin_step_of_graphs, compile_layers
-from trainyard.train.data_parallel import wrap_in_ddp
+from trainyard.train.data_parallel import choose_unused_search, wrap_in_ddp
 from trainyard.train.module import TrainModule
 from trainyard.train.own_optimizer import is_own
 from trainyard.train.run_context import RunContext
@@ -62,7 +64,8 @@ def prepare_state(context: RunContext) -> tuple[TrainState, int | None]:
         recompute_layers(module, config)
     if config.gradient_checkpointing and context.precision.compile:
         refuse_recounted_statistics(module, torch.__version__)
-    state.model = _build_model(context, module)
+    if context.precision.compile:
+        _compile_layers(context, module)
     if context.precision.cuda_graphs:
         state.begin_step = begin_step_of_graphs
     return state, None if found is None else found[1]["metrics_position"]
@@ -245,23 +248,52 @@ def _restore_moments(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any])
                 statistics[name] = source.to(parameter.device)
 
 
-def _build_model(context: RunContext, module: TrainModule) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """Return what a step calls: the module, compiled as this run chose, under DDP."""
-    model: Any = module
+def _compile_layers(context: RunContext, module: TrainModule) -> None:
+    """Compile the module's repeated layers as this run chose, and record it.
+
+    Raises:
+        UserError: it asks for CUDA graphs, and the module names no layers.
+    """
     graphs = context.precision.cuda_graphs
-    layers = compile_layers(module, cuda_graphs=graphs) if context.precision.compile else 0
+    layers = compile_layers(module, cuda_graphs=graphs)
     if graphs and not layers:
         raise UserError(
             f"compile=graphs, but the model of {context.config.family} names no repeated layers. Use compile=on."
         )
-    if context.world.world_size > 1:
-        model = wrap_in_ddp(module, device=context.device, sync_batchnorm=context.config.sync_batchnorm)
-    if not context.precision.compile:
-        return model  # type: ignore[no-any-return]
-    chosen = ("the whole model", "it names no repeated layers")
+    chosen = Choice("the whole model", "it names no repeated layers")
     if layers:
         how = ", as CUDA graphs" if graphs else ""
-        chosen = (f"{layers} repeated layers{how}", "each by itself: layers of one kind share what is generated")
+        chosen = Choice(f"{layers} repeated layers{how}", "each by itself: layers of one kind share what is generated")
     if context.world.is_main:
-        update_env(context.run, "choices", {"compiled": dict(zip(("value", "reason"), chosen, strict=True))})
-    return model if layers else torch.compile(model)
+        record_choices(context.run, {"compiled": chosen})
+
+
+def wrap_model(
+    context: RunContext,
+    state: TrainState,
+    peek: Callable[[], Sequence[MicroBatch]],
+    *,
+    autocast: Callable[[], AbstractContextManager[None]],
+) -> dict[str, Choice[bool]]:
+    """Put what a step calls under DDP, on several ranks, and compile a model without repeated layers, if asked to.
+
+    Args:
+        peek: as of `choose_unused_search`.
+
+    Returns:
+        What was chosen for DDP, for the run's record.
+    """
+    choices: dict[str, Choice[bool]] = {}
+    if context.world.world_size > 1:
+        wanted = context.config.find_unused_parameters
+        search = choose_unused_search(state.module, peek, run=context.run, wanted=wanted, autocast=autocast)
+        choices["find_unused_parameters"] = search
+        state.model = wrap_in_ddp(
+            state.module,
+            device=context.device,
+            sync_batchnorm=context.config.sync_batchnorm,
+            find_unused_parameters=search.value,
+        )
+    if context.precision.compile and not list(state.module.repeated_layers()):
+        state.model = torch.compile(state.model)
+    return choices

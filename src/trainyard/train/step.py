@@ -132,7 +132,8 @@ def train_step(
     buffers = _copy_buffers(state.module) if state.scaler.is_enabled() else []
     losses, wait_s = compute_gradients(state, micro_batches, world_size=world_size, seed=seed, autocast=autocast)
     if state.progress.step == 0:
-        check_gradients(state.module, world_size=world_size)
+        # DDP that does not look for unused parameters waits for the gradients of all
+        check_gradients(state.module, needs_all=not getattr(state.model, "find_unused_parameters", True))
     for name, most in state.module.sparse_gradients().items():
         average_rows(cast(Tensor, state.module.get_parameter(name).grad), most=most)
     is_tried = state.progress.step == 0 and is_own(state.module, "build_optimizer")

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainyard.config.settings import ImageSettings
-from trainyard.data.index import IMAGE, RAGGED
+from trainyard.data.index import IMAGE, MASK, RAGGED, list_followers
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.shards import ShardSet
 from trainyard.train.module import TrainModule
@@ -204,7 +204,11 @@ def list_axes(data: ShardSet, ids: np.ndarray, image: ImageSettings) -> dict[str
     """Return the axes of a batch that vary besides the first, at the longest that the samples `ids` and images have."""
     records, scale = data.records.items(), max(image.scales)
     axes = {name: {1: int(record.shape[ids, 0].max())} for name, record in records if record.kind == RAGGED}
-    return axes | {IMAGE: {2: round(image.height_px * scale), 3: round(image.width_px * scale)}}
+    size = round(image.height_px * scale), round(image.width_px * scale)
+    followers = list_followers(data.records).items()
+    images = {IMAGE, *(name for name, record in followers if record.kind != MASK)}
+    axes |= {name: dict(enumerate(size, 2)) for name in images}
+    return axes | {name: dict(enumerate(size, 1)) for name, record in followers if record.kind == MASK}
 
 
 def resize_batch(

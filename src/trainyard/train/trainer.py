@@ -59,12 +59,15 @@ from trainyard.train.run_context import (
     make_loader,
     read_one_step,
 )
-from trainyard.train.run_state import prepare_state, refuse_misfit
+from trainyard.train.run_state import prepare_state, refuse_misfit, wrap_model
 from trainyard.train.saver import Saver
 from trainyard.train.schedule import build_schedule
 from trainyard.train.step import StepResult, TrainState, train_step
 from trainyard.train.stop import RuntimeLimit, Stop, StopFlag
 from trainyard.train.world import World
+
+MOST_TRIED = 4
+"""Micro-batches of each rank that are tried to find parameters which only some use."""
 
 MAX_SKIPPED = 20
 """Steps in a row that loss scaling may skip while it searches for a scale; from 2**16 it needs 16 to get down to 1."""
@@ -220,24 +223,25 @@ class Trainer:
             self.agreement.settle()
 
     def _try_first_batch(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Check the module, and choose and record how deterministic this run is; return all micro-batches."""
+        """Check and wrap the module, and choose and record how deterministic this run is; return all micro-batches."""
         context = self.context
         peeked: list[MicroBatch] = []
 
-        def peek() -> MicroBatch:
-            if not peeked:
-                first = next(read_one_step(stream, self.state.progress.samples_seen, context.device))
-                peeked.append(replace(first, wait_s=0.0))  # waited for already, while the meter is paused
-            return peeked[0]
+        def peek(most: int = 1) -> list[MicroBatch]:
+            step = read_one_step(stream, self.state.progress.samples_seen, context.device)
+            while len(peeked) < most and not (peeked and peeked[-1].last):
+                peeked.append(replace(next(step), wait_s=0.0))  # waited for already, while the meter is paused
+            return peeked
 
         if self.state.progress.step == 0 and len(context.splits) > 1:
             with name_phase(EVALUATION):
-                try_predict(self.state.module, peek().batch, self.autocast)
+                try_predict(self.state.module, peek()[0].batch, self.autocast)
+        ddp = wrap_model(context, self.state, partial(peek, MOST_TRIED), autocast=self.autocast)
         findings = None
         if self.config.deterministic:
             findings = choose_determinism(
                 self.state.module,
-                peek,
+                lambda: peek()[0],
                 run=context.run,
                 device=context.device,
                 is_main=context.world.is_main,
@@ -247,7 +251,7 @@ class Trainer:
                 self._log_event("nondeterministic", operators=findings.operators)
         sampling = {"sampling": describe_sampling(context.device)} if self.state.module.samples_maps else {}
         own = describe_own(self.state.module, self.state.optimizer)
-        for name, choice in (describe_determinism(findings) | sampling | own).items():
+        for name, choice in (ddp | describe_determinism(findings) | sampling | own).items():
             self._record_choice(name, choice)
             logger.info("{:<16} {}  ({})", name, *choice)
         return itertools.chain(peeked, stream)

@@ -12,6 +12,7 @@ class ModelSettings:
     channels: int = option(8, "of each layer", low=1)
     batch_norm: bool = option(True, "normalise by batch statistics")
     dropout: float = option(0.1, "share of features dropped", low=0, high=0.9)
+    branch: bool = option(False, "add a layer that a batch uses whose first sample has the first direction")
     diary: str = option("", "file to append the sample ids of each training batch to", mutable_on_resume=True)
     sleep_ms: int = option(0, "extra time per training batch", low=0, mutable_on_resume=True)
     poison_step: int = option(-1, "samples seen at which the loss becomes infinite; -1: never", low=-1)

@@ -30,6 +30,7 @@ class StripesModule(TrainModule):
         self.layers = nn.ModuleList(_build_layer(i, width, norm) for i in (1, width))
         self.dropout = nn.Dropout(config.model.dropout)
         self.head = nn.Linear(width, len(directions))
+        self.branch = nn.Linear(width, len(directions)) if config.model.branch else None
         self.poison_step = config.model.poison_step
         self.unpool_step = config.model.unpool_step
         self.diary = config.model.diary
@@ -60,6 +61,8 @@ class StripesModule(TrainModule):
             pooled, indices = F.max_pool2d(image_BCHW, 1, return_indices=True)
             image_BCHW = F.max_unpool2d(pooled, indices, 1)
         loss = F.cross_entropy(self.compute_logits(image_BCHW), batch["direction"])
+        if self.branch is not None and int(batch["direction"][0]) == 0:
+            loss = loss + F.cross_entropy(self.branch(self.layers[0](image_BCHW).mean((2, 3))), batch["direction"])
         if self.poison_step >= 0:
             loss = loss * torch.where(batch["samples_seen"] >= self.poison_step, torch.inf, 1.0)
         return {"loss": loss}
