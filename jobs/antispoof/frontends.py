@@ -45,7 +45,7 @@ def build(name: str, *, rate_hz: int, frames: int, mean: str, slopes: str = "htk
         name: one of `RATES_HZ`, or "wave": the waveform as one bin, T = N.
         rate_hz: sampling rate of the waveforms.
         frames: N; a constant-Q front end is built for this length, and accepts shorter waveforms.
-        mean: what is subtracted from each bin: "none", its mean over the "utterance", or over the "sliding" three
+        mean: subtracted from each bin: "none", its mean over the "utterance", or over the "sliding" three
             seconds around a frame; "standard" also divides by its deviation over the utterance.
         slopes: "htk" or, of lfcc60 alone, "matlab", whose deltas are not divided by a sum of squares.
 

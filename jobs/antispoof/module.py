@@ -104,7 +104,7 @@ def _build_decision(loss: LossSettings, dims: int, counts: tuple[int, int]) -> D
 
 @dataclass(frozen=True)
 class Trials:
-    """What scoring needs to know about a data set of N utterances; empty without labels."""
+    """Labels, attacks, sets and speakers of N utterances, for scoring; empty without labels."""
 
     label: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # (N,) 1: bona fide
     attack: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.str_))  # (N,) text
@@ -253,7 +253,7 @@ class AntispoofModule(TrainModule):
             return score_B if self.pooled is None else score_B + self.compute_offset(batch)
 
     def describe_predict(self) -> Signature:
-        """Return what the network takes and returns, and the threshold that the loss implies, if it implies one."""
+        """Return the inputs and outputs of `predict`, and the threshold that the loss implies, if it implies one."""
         threshold = self.decision.threshold
         rate_hz = self.config.sound.rate_hz
         wave = f"samples at {rate_hz} Hz, the first of a recording; a shorter one is repeated from its beginning"

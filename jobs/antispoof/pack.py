@@ -145,7 +145,7 @@ def load(path: Path | None, rate_hz: int, rule: PackingSettings, artifacts: Mapp
     """Read one file, at `rate_hz`.
 
     Raises:
-        BadRecord: the file is missing, incomplete, not in a known format, too short, or has several channels or
+        BadRecord: the file is missing, incomplete, of an unknown format or too short, or has several channels or
             another rate.
     """
     data, pcm, source_rate_hz, is_plain = _decode(path, rate_hz, rule)

@@ -384,7 +384,7 @@ def _print_thread_error(error: threading.ExceptHookArgs) -> None:
 
 
 def raise_failed_disk(error: BaseException, path: Path) -> None:
-    """Raise the error of a disk that failed, if `error` comes from one: what is in the file `path` is not at fault."""
+    """Raise the error of a disk that failed, if `error` comes from one: the content of `path` is not at fault."""
     failed = _find_failed(error, DISK_FAILED)
     if failed is not None:
         raise OSError(failed.errno, failed.strerror, failed.filename or str(path))

@@ -78,7 +78,7 @@ class Loader:
         channels_last: bool = False,
         reads_noise: bool = True,
     ) -> None:
-        """Build a loader from a typed config and what the config leaves open.
+        """Build a loader from a typed config and the values that the config leaves open.
 
         Args:
             decode: "dali" or "cpu", see `choose_decoder`.
@@ -475,7 +475,7 @@ class Loader:
         return item
 
     def _hand_over(self, item: Item) -> None:
-        """Let the caller's stream use what was copied to a GPU."""
+        """Let the caller's stream use the tensors that were copied to a GPU."""
         if self._copies is not None:
             images = [] if item.images is None else [item.images]
             self._copies.hand_over(item.copied, [*item.values.values(), *item.augmentation.values(), *images])

@@ -57,7 +57,7 @@ def choose_gpu_index(world: World, visible: int) -> int | None:
     """Return which of the GPUs that this rank sees it uses; None if it sees none.
 
     A rank that sees one GPU uses it, whatever its local rank: Slurm's --gpus-per-task and --gpu-bind, and MIG, show
-    each task only its own. `refuse_shared_cards` notices if it is another rank's, too.
+    each task one. `refuse_shared_cards` notices a card that another rank has as well.
 
     Raises:
         UserError: it sees several GPUs, but none for its local rank.
@@ -67,8 +67,8 @@ def choose_gpu_index(world: World, visible: int) -> int | None:
     if world.local_rank >= visible:
         raise UserError(
             f"Rank {world.rank} has local rank {world.local_rank}, but sees only {visible} GPUs. Start {visible} ranks "
-            f"on this node (--ntasks-per-node={visible}, --nproc-per-node={visible}), or have Slurm give each rank a "
-            "GPU of its own (--gpus-per-task=1)."
+            f"on this node (--ntasks-per-node={visible}, --nproc-per-node={visible}), or have Slurm give each rank "
+            "one GPU (--gpus-per-task=1)."
         )
     return world.local_rank
 
@@ -95,9 +95,9 @@ def refuse_shared_cards(cards: Sequence[Card]) -> None:
         if card.identity and len(ranks) > 1:
             count = len({other for other in cards if other.host == card.host})
             raise UserError(
-                f"Ranks {', '.join(ranks)} on {card.host} use the same GPU ({card.identity}), but each rank needs one "
-                f"of its own. Start {count} there (--gpus {count}, --ntasks-per-node={count}, "
-                f"--nproc-per-node={count}), or have Slurm give each rank a GPU of its own (--gpus-per-task=1). To "
+                f"Ranks {', '.join(ranks)} on {card.host} use the same GPU ({card.identity}), but two ranks cannot "
+                f"share one. Start {count} there (--gpus {count}, --ntasks-per-node={count}, "
+                f"--nproc-per-node={count}), or have Slurm give each rank one GPU (--gpus-per-task=1). To "
                 "train on the CPU: CUDA_VISIBLE_DEVICES= (empty)."
             )
 
@@ -124,7 +124,7 @@ def join(world: World, run: Path, environ: MutableMapping[str, str], *, determin
             and then keeps NCCL from summing in switches (NVLS), whose order varies.
 
     Returns:
-        What was chosen for the network, each with its reason, for the run's record.
+        The choices for the network, each with its reason, for the run's record.
 
     Raises:
         UserError: this process may not open a connection to each of the other ranks.
@@ -264,7 +264,7 @@ def _view_as_bytes(array: np.ndarray) -> Tensor:
 
 
 class Decision(NamedTuple):
-    """What to do after a step. Each rank proposes one; what the ranks agree on has the maximum of each field."""
+    """The actions after a step. Each rank proposes some; the ranks agree on the maximum of each field."""
 
     stop: Stop = Stop.NONE
     time_is_up: bool = False  # a run whose length is a time has reached it

@@ -21,7 +21,7 @@ It has `sample_id` (B,) int64, every column of the data set under its name (B,),
 - image: `image` (B, C, H, W) float32, normalised and augmented; `affine` (B, 2, 3) float32 maps (x, y, 1) in pixels
   of the stored image (left and upper edges at 0) to pixels of the input; `image_px` (B, 2) float32 is the stored
   image's height and width.
-- image of another name: under it, as `image`, and moved as the sample's `image`: by the same part of its own size.
+- image of another name: under it, as `image`, and moved with the sample's `image`, by the same part of its size.
 - `Mask`: (B, H, W) int64, moved as the image, without interpolation: the class of the stored mask at each pixel's
   centre; 255 where the input shows nothing of the stored image.
 - array of fixed shape: under its name, (B, ...).

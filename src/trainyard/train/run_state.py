@@ -263,7 +263,7 @@ def _compile_layers(context: RunContext, module: TrainModule) -> None:
     chosen = Choice("the whole model", "it names no repeated layers")
     if layers:
         how = ", as CUDA graphs" if graphs else ""
-        chosen = Choice(f"{layers} repeated layers{how}", "each by itself: layers of one kind share what is generated")
+        chosen = Choice(f"{layers} repeated layers{how}", "each by itself: layers of one kind share the generated code")
     if context.world.is_main:
         record_choices(context.run, {"compiled": chosen})
 
@@ -281,7 +281,7 @@ def wrap_model(
         peek: as of `choose_unused_search`.
 
     Returns:
-        What was chosen for DDP, for the run's record.
+        The choices for DDP, for the run's record.
     """
     choices: dict[str, Choice[bool]] = {}
     if context.world.world_size > 1:
