@@ -70,13 +70,14 @@ def test_a_disk_that_fails_while_reading_is_named_with_the_file_and_nothing_else
     assert run_command([*start, *options, "--name", "a"]) == 0
     (packed,) = (tmp_path / "cache").glob("stripes-*")
     resume = ["resume", str(run), "--jobs", str(FAMILIES), "max_duration=6st", "--inexact"]
-    commands = {
-        run / "checkpoints": resume,
-        **{run / name: resume for name in ("config.yaml", "env.json", "events.jsonl", "metrics.jsonl")},
-        packed / "index.h5": ["verify", str(packed)],
-        raw: ["pack", "stripes", "--jobs", str(FAMILIES), str(raw), str(tmp_path / "out"), "data.on_error=skip"],
-    }
-    for path, words in commands.items():
+    commands = [
+        (run / "checkpoints", resume),
+        *((run / name, resume) for name in ("config.yaml", "env.json", "events.jsonl", "metrics.jsonl")),
+        (run / "checkpoints", ["gc", "--runs", str(tmp_path / "runs")]),
+        (packed / "index.h5", ["verify", str(packed)]),
+        (raw, ["pack", "stripes", "--jobs", str(FAMILIES), str(raw), str(tmp_path / "out"), "data.on_error=skip"]),
+    ]
+    for path, words in commands:
         environ = make_import_environ() | {"LD_PRELOAD": str(library), "FAIL_READS": f"{path}"}
         command = [sys.executable, "-m", "trainyard", *words]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)

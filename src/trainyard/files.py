@@ -383,7 +383,7 @@ def _print_thread_error(error: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(error)
 
 
-def raise_failed_disk(error: BaseException, path: Path) -> None:
+def raise_failed_disk(error: BaseException | None, path: Path) -> None:
     """Raise the error of a disk that failed, if `error` comes from one: the content of `path` is not at fault."""
     failed = _find_failed(error, DISK_FAILED)
     if failed is not None:

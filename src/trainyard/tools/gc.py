@@ -27,7 +27,7 @@ from trainyard.data.lossy import LOSS
 from trainyard.data.pack import JOURNAL
 from trainyard.data.raw import recall_listing
 from trainyard.errors import UserError
-from trainyard.files import FlockRefused, LockHeld, exclusive_lock, name_guard
+from trainyard.files import FlockRefused, LockHeld, exclusive_lock, name_guard, raise_failed_disk
 from trainyard.runs.folder import CONFIG, format_run_name, list_newest_runs, read_env
 from trainyard.runs.history import RunSnapshot, read_run
 from trainyard.runs.lock import LOCK, RunLock
@@ -279,6 +279,8 @@ def _list_data(cache: Path, needs: Sequence[_Needs]) -> Iterator[DiskUsage]:
 def _list_run(run: RunSnapshot, needs: Sequence[_Needs]) -> Iterator[DiskUsage]:
     """List a run's checkpoints beyond those that its result and a resume need, and its copy of the code."""
     saved = list_checkpoints(run.run / "checkpoints") if _is_own_folder(run.run / "checkpoints") else []
+    for entry in saved:
+        raise_failed_disk(entry.error, entry.path)  # else it would count as damaged, and be deleted
     kept = {entry.path for entry in saved if _name_needing(entry.path, needs)}
     if saved:
         kept.add(select_checkpoint(saved).path)
