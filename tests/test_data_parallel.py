@@ -23,7 +23,7 @@ from trainyard.data.shards import ShardSet
 from trainyard.errors import ContractError, UserError
 from trainyard.hardware import choose_sync_batchnorm
 from trainyard.train import distributed
-from trainyard.train.data_parallel import hash_constant_buffers, refuse_differing_buffers, wrap_in_ddp
+from trainyard.train.data_parallel import explain_unused, hash_constant_buffers, refuse_differing_buffers, wrap_in_ddp
 from trainyard.train.evaluate import evaluate, predict_share
 from trainyard.train.module import Batch, Rows, TrainModule
 from trainyard.train.run_state import encode_state, restore_state
@@ -256,6 +256,28 @@ def _train_branches(rank: int, world_size: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_parameters_without_a_gradient_are_named_on_every_rank_also_if_ranks_use_different_ones(tmp_path):
     run_on_ranks(_train_branches, 2, tmp_path)
+
+
+def _leave_out_later(rank: int, world_size: int, folder: Path) -> None:
+    module = Branches("both")
+    module.spare.requires_grad_(False)
+    model = wrap_in_ddp(module, device=CPU, sync_batchnorm=False)
+    for used in ("both", "left"):
+        module.used = used
+        model({"point": torch.ones(2, 16)})["loss"].backward()
+    with (
+        pytest.raises(
+            ContractError, match=r"Branches\.forward: in the step before.*resume RUN find_unused_parameters=on"
+        ),
+        explain_unused(module),
+    ):
+        model({"point": torch.ones(2, 16)})
+    distributed.barrier()
+
+
+@pytest.mark.slow
+def test_parameters_that_a_later_step_leaves_out_end_in_a_sentence(tmp_path):
+    run_on_ranks(_leave_out_later, 2, tmp_path)
 
 
 def _join_with_few_open_files(rank: int, world_size: int, folder: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainyard.choice import Choice
+from trainyard.config.families import locate_code
 from trainyard.data.loader import MicroBatch
 from trainyard.errors import ContractError
 from trainyard.runs.folder import read_env
@@ -78,6 +79,20 @@ def choose_unused_search(
     if partly := distributed.broadcast_from_rank0(partly):
         return Choice(True, f"of the first micro-batches, only some use {join_names(partly)}")
     return Choice(False, "the first micro-batches all use the same parameters")
+
+
+@contextmanager
+def explain_unused(module: TrainModule) -> Iterator[None]:
+    """Raise a UserError for DDP's error about parameters that the step before did not use on this rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "find_unused_parameters=True" not in str(error):
+            raise
+        raise ContractError(
+            f"{locate_code(module.forward)}: in the step before, this rank's micro-batches left out parameters whose "
+            "gradients the other ranks wait for. Continue with: trainyard resume RUN find_unused_parameters=on"
+        ) from None
 
 
 def wrap_in_ddp(

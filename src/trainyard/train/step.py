@@ -21,7 +21,7 @@ from trainyard.text import join_names
 from trainyard.train import distributed
 from trainyard.train.best import Plateau
 from trainyard.train.contract import check_gradients, compute_first_losses, copy_module
-from trainyard.train.data_parallel import BatchNorm, leave_out_of_statistics
+from trainyard.train.data_parallel import BatchNorm, explain_unused, leave_out_of_statistics
 from trainyard.train.distributed import average_rows
 from trainyard.train.module import TrainModule, has_values
 from trainyard.train.out_of_memory import name_phase
@@ -164,7 +164,7 @@ def compute_gradients(
         wait_s += micro_batch.wait_s
         counted = nullcontext() if micro_batch.weight else leave_out_of_statistics(state.module)
         with _sync_gradients_if(state.model, micro_batch.last), counted:
-            with name_phase("forward pass"), autocast():
+            with name_phase("forward pass"), explain_unused(state.module), autocast():
                 parts = compute_losses(micro_batch.batch)
             with name_phase("backward pass"):
                 state.scaler.scale(parts["loss"] * (micro_batch.weight * world_size)).backward()  # type: ignore[no-untyped-call]
