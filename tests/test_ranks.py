@@ -190,7 +190,10 @@ def test_a_rank_with_a_damaged_record_leaves_at_once_also_where_leaving_the_grou
     damage_images(data, np.array([5]))
     barrier = FORKSERVER.Barrier(2)
     begin = time.monotonic()
-    ranks = [FORKSERVER.Process(target=_train_where_leaving_waits, args=(run, rank, barrier)) for rank in range(2)]
+    started = time.time()  # one for all, as a launcher gives it: the attempt is named after its second
+    ranks = [
+        FORKSERVER.Process(target=_train_where_leaving_waits, args=(run, rank, barrier, started)) for rank in (0, 1)
+    ]
     codes = _wait_for_codes(ranks)
     print(f"all ranks have left after {time.monotonic() - begin:.1f} s")
     assert sorted(codes) == [ExitCode.FAILED, ExitCode.USER_ERROR]
@@ -200,14 +203,14 @@ def test_a_rank_with_a_damaged_record_leaves_at_once_also_where_leaving_the_grou
     assert re.search(rf"image of '{re.escape(key)}' is damaged: its checksum differs", explained), explained
 
 
-def _train_where_leaving_waits(run: Path, rank: int, barrier: Any) -> None:
+def _train_where_leaving_waits(run: Path, rank: int, barrier: Any, started: float) -> None:
     import torch.distributed as dist
 
     destroy = dist.destroy_process_group
     dist.destroy_process_group = lambda: (barrier.wait(), destroy())
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
     environ = {name: str(value) for name, value in numbers.items()} | {"TRAINYARD_MEETING": "damaged"}
-    sys.exit(execute(run, FAMILIES, environ=environ, started=time.time()))
+    sys.exit(execute(run, FAMILIES, environ=environ, started=started))
 
 
 def test_ranks_are_read_from_each_launcher_and_a_batch_script_is_no_task():
