@@ -20,7 +20,7 @@ from trainyard.train import distributed
 from trainyard.train.module import DataInfo
 from trainyard.train.precision import make_autocast
 from trainyard.train.run_context import RunContext
-from trainyard.train.run_state import prepare_state
+from trainyard.train.run_state import prepare_state, wrap_model
 from trainyard.train.step import train_step
 from trainyard.train.world import World
 
@@ -123,6 +123,7 @@ def make_head_config(sampled: int) -> Config:
     config.head.sampled_classes, config.global_batch_size, config.ema_decay = sampled, BATCH, 0.9
     config.optimizer.name, config.optimizer.lr = "sgd", 0.1
     config.model.embedding_dims, config.head.margin_warmup = FEATURES, ""
+    config.find_unused_parameters = "off"
     return config
 
 
@@ -150,6 +151,7 @@ def train_head(folder: Path, world: World, *, sampled: int) -> dict[str, Any]:
         4, 4,
     )  # fmt: skip
     state, _ = prepare_state(context)
+    wrap_model(context, state, list, autocast=make_autocast(precision, device))
     reduced: list[int] = []
     if world.world_size > 1:
         model = cast(nn.parallel.DistributedDataParallel, state.model)
