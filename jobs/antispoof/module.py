@@ -74,7 +74,7 @@ def _build_network(config: Config) -> Network:
     if (model.name == "aasist") != (frontend == "wave"):
         raise UserError(
             f"model.name={model.name} and frontend.name={frontend}: aasist, and no other network, takes the waveform. "
-            "Use both model.name=aasist and frontend.name=wave, or neither."
+            "The preset antispoof_aasist sets what it needs: trainyard run antispoof_aasist"
         )
     if model.name == "aasist":
         if config.disturb.mask:
