@@ -1,4 +1,4 @@
-"""How the readers are compared: order, ratios, limits, refusals. The measured numbers are not tested."""
+"""The comparison of readers: order, ratios, limits, refusals. The measured numbers are not tested."""
 
 import json
 import time

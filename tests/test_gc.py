@@ -236,7 +236,7 @@ def test_synthetic_raw_files_stay_while_they_are_packed(place):
 
 @pytest.mark.usefixtures("packed_by_run")
 def test_what_is_left_of_drawing_is_listed_and_stays_if_a_run_names_it_or_it_is_drawn_now(place, capsys):
-    """Files that are not what was drawn are moved aside; a killed process leaves a folder with a name of its own."""
+    """Changed drawn files are moved aside; a killed process leaves a hidden folder with another name."""
     config = configure(place / "data", "data.synthetic=8")
     prepare_data(config, FAMILIES)
     drawn = next((place / "data").glob("stripes-synthetic-*"))

@@ -24,6 +24,10 @@ _REACH = 8
 """A level has objects whose farthest edge is up to that many strides away; the coarsest has all larger ones."""
 
 
+_CANDIDATES = 1000
+"""Of twice the detections, at most so many are compared in pairs: their memory grows with the square."""
+
+
 class FCOS(nn.Module):
     """Predicts from each cell the category of the object there, the distances of its edges, and how central it is."""
 
@@ -56,7 +60,8 @@ class FCOS(nn.Module):
         with torch.autocast(x_BCHW.device.type, enabled=False):
             score_BNK = (logits_BNK.sigmoid() * central_BN.sigmoid()[..., None]).sqrt()
             categories = score_BNK.shape[2]
-            score, index = score_BNK.flatten(1).topk(min(2 * most, score_BNK[0].numel()), dim=1)
+            candidates = max(most, min(2 * most, _CANDIDATES))
+            score, index = score_BNK.flatten(1).topk(min(candidates, score_BNK[0].numel()), dim=1)
             label = index % categories
             height, width = x_BCHW.shape[2:]
             limit = boxes_BN4.new_tensor([width, height, width, height])

@@ -83,7 +83,7 @@ def compare_decoding(device: torch.device, sizes: Sizes, *, preset: str) -> Figu
 
 
 def _has_images(preset: str, sizes: Sizes) -> bool:
-    """Tell whether a family packs images, from its smoke preset's data, which take a moment to draw."""
+    """Return whether a family packs images. Draws the data of its smoke preset, which takes a moment."""
     family = configs.compose(preset, [], sizes.jobs).family
     config = prepare_preset(f"{family}_smoke", [], sizes)
     with closing(ShardSet(Path(config.data.path))) as data:
