@@ -53,7 +53,7 @@ def test_outputs_that_are_the_same_for_all_samples_are_said(values, found, log):
     rows = {"sample_id": np.arange(count), "value": np.array(values), "chosen": np.arange(count), "x": np.zeros(count)}
     assert find_constant_outputs(Described(), rows) == found
     assert find_constant_outputs(Means(), rows) == [], "what the rows mean is not known"
-    assert score_rows(Described(), rows, with_intervals=True) == {"mean": 1.0}
+    assert score_rows(Described(), rows, with_intervals=True) == ({"mean": 1.0}, {})
     assert log == [
         f"value: the same for all {count} samples, so the network ignores its input. Usual causes: too "
         "few steps, a learning rate that is too high, inputs that are all alike\n"

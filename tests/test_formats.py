@@ -33,7 +33,7 @@ from trainyard.runs.manifest import hash_fields, list_checkpoints
 
 PAGE = Path(__file__).parents[1] / "docs" / "formats.md"
 RUN, PACKED = Path("runs/stripes/done"), Path("data/stripes")
-SOMETIMES = {"waited_for_previous_s", "passed", "previous", "request"}
+SOMETIMES = {"waited_for_previous_s", "passed", "previous", "request", "shown"}
 """Fields that one run has and an equal one may lack."""
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainyard.config.duration import Duration
-from trainyard.train.module import Batch, DataInfo, Rows, Signature, TrainModule
+from trainyard.train.module import Batch, DataInfo, Histogram, Rows, Signature, TrainModule
 
 from .config import Config, ModelSettings
 
@@ -53,9 +53,10 @@ class GPT(TrainModule):
         nats_BT = -log_BTV[:, :-1].gather(2, tokens_BT[:, 1:, None])[:, :, 0]
         return nats_BT.mean(1), log_BTV[:, -1].argmax(1)
 
-    def score(self, rows: Rows) -> dict[str, float]:
-        """Return the mean cross-entropy, in bits."""
-        return {"bits_per_character": float(rows["nats"].mean()) / math.log(2)}
+    def score(self, rows: Rows) -> dict[str, float | Histogram]:
+        """Return the mean cross-entropy, in bits, and that of each window as a histogram."""
+        bits = rows["nats"] / math.log(2)
+        return {"bits_per_character": float(bits.mean()), "bits of a window": Histogram(bits)}
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         """Yield the bits of each window, and the character that would come next."""

@@ -142,13 +142,14 @@ def write_report(run: Path) -> Path:
     for plot in plots:
         write_atomically(run / "plots" / f"{plot.name}.png", plot.png, inside=True)
     first = [*plots.losses[:1], *plots.metrics[:1]]
+    figures = [*plots.histograms, *read_figures(run / "figures")]
     further = [*plots.metrics[1:], *plots.losses[1:], *plots.optimizer]
     page = render_page(
         f"{story.job} - {run.name}",
         _render_header(story),
         render_headline(find_headline(story)),
         render_section("Curves", render_gallery(first) or _NO_CURVE, _render_further(further)),
-        render_section("Figures", render_gallery(read_figures(run / "figures")), optional=True),
+        render_section("Figures", render_gallery(figures), *_render_texts(story), optional=True),
         render_section("Samples", *_render_samples(run, evaluations), optional=True),
         render_section("Results", _render_results(story), _render_constants(story), _render_evaluations(story)),
         render_section("Labelled folders", render_evaluations(evaluations), optional=True),
@@ -179,6 +180,16 @@ def _render_samples(run: Path, evaluations: Sequence[Evaluation]) -> list[str]:
     titles = ("" if folder.parent == run else f"<h3>{escape(folder.parent.name)}</h3>" for folder in galleries)
     shown = (title + gallery for title, gallery in zip(titles, galleries.values(), strict=True))
     return [f'<p class="soft">{note}</p>', *shown]
+
+
+def _render_texts(story: RunStory) -> list[str]:
+    """Render the texts of the last evaluation of each split."""
+    return [
+        f"<h3>{escape(f'{split}: {name}')}</h3><pre>{escape(text)}</pre>"
+        for split in story.splits
+        for name, text in story.find_last_evaluation(split).get("shown", {}).items()
+        if isinstance(text, str)
+    ]
 
 
 def _render_further(plots: Sequence[Plot]) -> str:

@@ -1,6 +1,6 @@
 """The plots of a run: training curves, evaluation metrics, where the time went."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,11 +40,12 @@ class Plots:
 
     losses: list[Plot]  # the loss of every step first
     metrics: list[Plot]  # the deciding one first
+    histograms: list[Plot]
     optimizer: list[Plot]  # learning rate, norm of the gradient
     speed: list[Plot]
 
     def __iter__(self) -> Iterator[Plot]:
-        yield from (*self.losses, *self.metrics, *self.optimizer, *self.speed)
+        yield from (*self.losses, *self.metrics, *self.histograms, *self.optimizer, *self.speed)
 
 
 def draw_plots(story: RunStory) -> Plots:
@@ -76,7 +77,10 @@ def draw_plots(story: RunStory) -> Plots:
     if story.seconds:
         speed.append(_plot_time(story))
     losses = [plot for name, plot in drawn.items() if name not in _OPTIMIZER]
-    return Plots(losses, metrics, [plot for name, plot in drawn.items() if name in _OPTIMIZER], speed)
+    shown = {split: story.find_last_evaluation(split).get("shown", {}) for split in story.splits}
+    drawable = [name for values in shown.values() for name, value in values.items() if isinstance(value, dict)]
+    histograms = [_plot_histogram(shown, name) for name in dict.fromkeys(drawable)]
+    return Plots(losses, metrics, histograms, [plot for name, plot in drawn.items() if name in _OPTIMIZER], speed)
 
 
 def read_figures(folder: Path) -> list[Plot]:
@@ -174,6 +178,23 @@ def _plot_metric(story: RunStory, name: str) -> Plot:
         axes.legend()
 
     return Plot(make_slug(f"eval_{name}"), name, draw_figure(name, draw))
+
+
+def _plot_histogram(shown: Mapping[str, Mapping[str, Any]], name: str) -> Plot:
+    """Plot a histogram of the last evaluation of each split.
+
+    Args:
+        shown: by split, the texts and histograms of its last evaluation.
+    """
+
+    def draw(axes: "Axes") -> None:
+        for i, (split, values) in enumerate(shown.items()):
+            if isinstance(values.get(name), dict):
+                axes.stairs(values[name]["counts"], values[name]["edges"], color=SERIES[i % len(SERIES)], label=split)
+        axes.set_ylabel("samples")
+        axes.legend()
+
+    return Plot(make_slug(f"shown_{name}"), name, draw_figure(name, draw, x_label=name))
 
 
 def _plot_time(story: RunStory) -> Plot:

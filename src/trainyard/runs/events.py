@@ -260,6 +260,8 @@ def _find_problem(line: Any) -> str:
     losses = line.get("step_losses", [])
     if not isinstance(losses, list) or len(losses) > line["step"] or not all(map(_is_loss, losses)):
         return "at most one number or null for each step in 'step_losses'"
+    if not all(map(_is_shown, shown.values() if isinstance(shown := line.get("shown", {}), dict) else [None])):
+        return "text, or edges and counts of a histogram, for each name in 'shown'"
     texts = {"eval": ("split",), "event": ("event", "time")}.get(line["kind"], ())
     if any(not isinstance(line.get(name, "" if line["kind"] == "event" else None), str) for name in texts):
         return f"text for {' and '.join(texts)}"
@@ -268,6 +270,15 @@ def _find_problem(line: Any) -> str:
 
 def _is_loss(value: Any) -> bool:
     return value is None or type(value) is float
+
+
+def _is_shown(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"edges", "counts"}:
+        return isinstance(value, str)
+    edges, counts = value["edges"], value["counts"]
+    if not isinstance(edges, list) or not isinstance(counts, list) or not 1 <= len(counts) == len(edges) - 1:
+        return False
+    return all(type(edge) is float for edge in edges) and all(type(n) is int and 0 <= n < 2**63 for n in counts)
 
 
 _NUMBERS = TIMING_KEYS | {"step", "epoch", "samples_seen", "total_steps", "world_size", "loss", "lr", "grad_norm"}

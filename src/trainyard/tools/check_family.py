@@ -28,7 +28,7 @@ from trainyard.data.splits import find_splits
 from trainyard.errors import INTERFACE, SEE_INTERFACE, UserError, find_place
 from trainyard.text import join_names, quote_path
 from trainyard.tools.exact_runs import RunsDiffer, compare_runs
-from trainyard.train.contract import build_module, compute_first_losses, try_predict
+from trainyard.train.contract import build_module, check_scores, compute_first_losses, try_predict
 from trainyard.train.module import DataInfo, TrainModule
 from trainyard.train.own_optimizer import is_own
 from trainyard.train.step import TrainState, build_optimizer, train_step
@@ -241,7 +241,7 @@ def check_perfect_rows(family: Family) -> None:
     """Check that a perfect prediction gets perfect metrics, the deciding one among them."""
     module = family.build()
     rows, expected = family.import_tests().perfect_rows(family.data.columns, family.splits["val"])
-    metrics = module.score(rows)
+    metrics, _ = check_scores(module.score, module.score(rows))
     wrong = [name for name, value in expected.items() if not np.isclose(metrics.get(name, np.nan), value, atol=1e-9)]
     _expect(not wrong, f"perfect_rows expects {_show(expected, wrong)}, and score returns {_show(metrics, wrong)}.")
     _expect(module.monitor[0] in metrics, f"monitor is {module.monitor[0]}, and score returns {', '.join(metrics)}.")

@@ -328,7 +328,7 @@ def _score(
         return open_source(loader, info, training.ids, batch_size=config.eval_batch_size)
 
     try:
-        metrics = score_rows(module, rows, with_intervals=True)
+        metrics, _ = score_rows(module, rows, with_intervals=True)
         systems = {RUN: Score(metrics, module.select_pair_scores(rows) if model.scores_pairs else {})}
     except UserError as error:
         raise UserError(f"{folder}: cannot be scored: {error}") from None

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from loguru import logger
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from trainyard.config.families import describe_value, load_family, locate_code, 
 from trainyard.config.settings import TrainConfig
 from trainyard.errors import ContractError
 from trainyard.text import join_names
-from trainyard.train.module import Batch, DataInfo, Signature, TrainModule
+from trainyard.train.module import Batch, DataInfo, Histogram, Signature, TrainModule
 from trainyard.train.out_of_memory import name_phase
 
 _FORWARD = '{"loss": () of the graph, ...}, each a scalar tensor'
@@ -164,6 +165,26 @@ def check_rows(module: nn.Module, returned: Any, samples: int) -> None:
             raise ContractError(
                 f"{where}: '{name}' is {describe_value(value)} for a batch of {samples}; expected {_PREDICT}."
             )
+
+
+def check_scores(score: Callable[..., Any], returned: Any) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return the metrics of `score`, and what it returned to be shown, as a line of metrics stores it: text by name,
+    and of a histogram the `edges` of its bins and the `counts` in them, without values that are not finite.
+
+    Raises:
+        UserError: anything else is among them.
+    """
+    named = require_mapping(score, returned, "a number, a text or a Histogram for each metric, by its name")
+    shown: dict[str, Any] = {name: value for name, value in named.items() if isinstance(value, str)}
+    for name, value in named.items():
+        if isinstance(value, Histogram):
+            values = np.asarray(value.values, np.float64)
+            counts, edges = np.histogram(values[np.isfinite(values)], bins=_BINS)
+            shown[name] = {"edges": edges.tolist(), "counts": counts.tolist()}
+    return check_metrics(score, {name: value for name, value in named.items() if name not in shown}), shown
+
+
+_BINS = 50
 
 
 def check_metrics(score: Callable[..., Any], returned: Any) -> dict[str, float]:

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from trainyard.data.loader import Loader
 from trainyard.errors import ALLOCATION_ERRORS, is_out_of_memory
 from trainyard.runs import pair_scores
 from trainyard.train import distributed
-from trainyard.train.contract import check_figures, check_metrics, check_rows
+from trainyard.train.contract import check_figures, check_metrics, check_rows, check_scores
 from trainyard.train.data_parallel import share_saved_buffers
 from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, TrainModule
 from trainyard.train.out_of_memory import EVALUATION, halve, name_phase, release_memory
@@ -37,8 +38,8 @@ def evaluate(
     progress: Callable[[int], object] = lambda samples: None,
     keep_smaller: Callable[[int], object] = lambda size: None,
     compare: Callable[[Rows], object] | None = None,
-) -> dict[str, float]:
-    """Score a module on the samples `ids`; every rank takes part and gets the metrics.
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Score a module on the samples `ids`; every rank takes part and gets what `score_rows` returns.
 
     Args:
         save_figures: at the end of training: called on rank 0 with the module's report figures of this set and the
@@ -54,7 +55,7 @@ def evaluate(
         rows, size = gathered
         was_training = module.training
         module.eval()  # figures and baselines are also of samples without augmentation
-        metrics = score_rows(module, rows, with_intervals=save_figures is not None)
+        scores = score_rows(module, rows, with_intervals=save_figures is not None)
         if save_figures is not None:
             figures = check_figures(module.report_figures, module.report_figures(rows))
             samples = module.sample_figures(rows) if with_samples else {}
@@ -62,11 +63,11 @@ def evaluate(
         if compare is not None:
             compare(rows)
         module.train(was_training)
-        scored = metrics, size
-    result: tuple[dict[str, float], int] = distributed.broadcast_from_rank0(scored)
-    if result[1] < batch_size:
-        keep_smaller(result[1])
-    return result[0]
+        scored = *scores, size
+    metrics, shown, size = distributed.broadcast_from_rank0(scored)
+    if size < batch_size:
+        keep_smaller(size)
+    return metrics, shown
 
 
 def open_source(loader: Loader, data: DataInfo, ids: np.ndarray, *, batch_size: int) -> SampleSource:
@@ -80,9 +81,12 @@ def _read_batches(loader: Loader, ids: np.ndarray, batch_size: int) -> Iterator[
             yield micro_batch.batch
 
 
-def score_rows(module: TrainModule, rows: Rows, *, with_intervals: bool) -> dict[str, float]:
-    """Return the metrics of a whole set; the ends of their intervals after them, because resampling takes long."""
-    metrics = check_metrics(module.score, module.score(rows))
+def score_rows(module: TrainModule, rows: Rows, *, with_intervals: bool) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return the metrics of a whole set, and texts and histograms as `check_scores` does.
+
+    The ends of the metrics' intervals come after them, because resampling takes long.
+    """
+    metrics, shown = check_scores(module.score, module.score(rows))
     if with_intervals:
         metrics |= check_metrics(module.compute_intervals, module.compute_intervals(rows))
         if names := find_constant_outputs(module, rows):
@@ -92,7 +96,7 @@ def score_rows(module: TrainModule, rows: Rows, *, with_intervals: bool) -> dict
                 ", ".join(names),
                 len(rows[SAMPLE_ID]),
             )
-    return metrics
+    return metrics, shown
 
 
 def find_constant_outputs(module: TrainModule, rows: Rows) -> list[str]:

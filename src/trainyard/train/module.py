@@ -78,6 +78,13 @@ class Score:
 
 
 @dataclass(frozen=True)
+class Histogram:
+    """Values that `score` returns to be drawn, such as the losses of all samples: an array of any shape."""
+
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
 class AdaptedWeights:
     """Weights of a file by the names of a module, and the differences allowed between the two."""
 
@@ -192,8 +199,11 @@ class TrainModule(nn.Module):
         """Return one row per sample, first axis B, including `sample_id` (B,) int64. Runs in inference mode."""
         raise NotImplementedError
 
-    def score(self, rows: Rows) -> dict[str, float]:
-        """Turn the rows of one whole evaluation set into metrics. Runs once, on rank 0, on the host."""
+    def score(self, rows: Rows) -> Mapping[str, float | str | Histogram]:
+        """Turn the rows of one whole evaluation set into metrics. Runs once, on rank 0, on the host.
+
+        Text and histograms are metrics that decide nothing: the run's report and TensorBoard show them.
+        """
         raise NotImplementedError
 
     def compute_intervals(self, rows: Rows) -> dict[str, float]:

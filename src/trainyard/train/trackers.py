@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,6 +48,28 @@ class _TensorBoard:
     def log(self, kind: str, step: int, values: Mapping[str, object]) -> None:
         for tag, value in _select_scalars(kind, values):
             self._writer.add_scalar(tag, value, step)
+        shown: Mapping[str, Any] = values.get("shown", {})  # type: ignore[assignment]
+        for name, value in shown.items():
+            tag = f"eval/{values['split']}/{name}"
+            if isinstance(value, str):
+                self._writer.add_text(tag, value, step)
+            else:
+                self._add_histogram(tag, step, **value)
+
+    def _add_histogram(self, tag: str, step: int, edges: Sequence[float], counts: Sequence[int]) -> None:
+        """Add a histogram; each value counts as the middle of its bin."""
+        middles = [(low + high) / 2 for low, high in pairwise(edges)]
+        moments = [sum(count * x**power for count, x in zip(counts, middles, strict=True)) for power in (1, 2)]
+        self._writer.add_histogram_raw(
+            tag,
+            edges[0],
+            edges[-1],
+            sum(counts),
+            *moments,
+            bucket_limits=edges[1:],
+            bucket_counts=counts,
+            global_step=step,
+        )
 
     def log_image(self, tag: str, step: int, png: bytes) -> None:
         import numpy as np

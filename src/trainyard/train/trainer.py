@@ -401,7 +401,7 @@ class Trainer:
         """
         self._beat("evaluating", now=True)
         begin, step = time.monotonic(), self.state.progress.step
-        metrics = evaluate(
+        metrics, shown = evaluate(
             module,
             self.loader,
             self.context.splits[split],
@@ -415,7 +415,7 @@ class Trainer:
         )
         if self.recorder is not None:
             line = {"epoch": self.state.progress.epoch, "split": split, **metrics, "seconds": time.monotonic() - begin}
-            self.recorder.log("eval", step, line)
+            self.recorder.log("eval", step, line | ({"shown": shown} if shown else {}))
             values = "  ".join(f"{name} {metrics[name]:.4g}" for name in list_metric_names(metrics))
             logger.info("{} at step {}: {}", split, step, values)
             if missing := explain_missing_intervals(metrics):
