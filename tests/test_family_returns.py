@@ -278,6 +278,12 @@ MISTAKES = {
         "return {'x': Ragged(np.ones((2, 1 + number // 7)))}",
         f"{LOAD}: 'x' is Ragged",
     ),
+    "ragged arrays vary beyond two axes": (
+        LOADED,
+        "return {'x': Ragged(np.ones((2, 3, 1 + number // 7)), varying_axes=2)}",
+        f"{LOAD}: 'x' is Ragged",
+    ),
+    "three axes vary": (LOADED, "return {'x': Ragged(np.ones((2, 3, 4)), varying_axes=3)}", f"{LOAD}: 'x' is Ragged"),
     "an array has objects": (LOADED, LOADED.replace("np.float32", "object"), f"{LOAD}: 'x' is .*object"),
     "a second image has no first one to follow": (
         LOADED,
@@ -370,6 +376,16 @@ def run_tiny(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_the_family_without_a_mistake_trains(tmp_path, cache, monkeypatch, capsys):
     plant(tmp_path / "jobs", "", "")
     assert run_tiny(tmp_path, cache, monkeypatch) == 0
+
+
+def test_a_family_whose_arrays_vary_in_two_axes_trains(tmp_path, cache, monkeypatch, capsys):
+    plant(tmp_path / "jobs", LOADED, LOADED.replace("np.full(3, number, np.float32)", GRID))
+    module = tmp_path / "jobs" / "tiny" / "module.py"
+    module.write_text(module.read_text().replace('batch["x"]', 'batch["x"].sum(2)'))
+    assert run_tiny(tmp_path, cache, monkeypatch) == 0
+
+
+GRID = "Ragged(np.full((3, 1 + number), number, np.float32), varying_axes=2)"
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -56,6 +56,10 @@ def make_image(i: int) -> bytes:
     return file.getvalue()
 
 
+def make_map(i: int) -> np.ndarray:
+    return np.full((i % 4, 1 + i % 3, 2), i, np.float32)
+
+
 def load_row(i: int) -> Loaded:
     return {
         "flac": Audio(encode_audio(make_wave(i), "FLAC")),
@@ -63,6 +67,7 @@ def load_row(i: int) -> Loaded:
         "pcm": Audio(make_wave(i)),
         "boxes": Ragged(make_boxes(i)),
         "tokens": Ragged(np.arange(i, dtype=np.int32)),
+        "map": Ragged(make_map(i), varying_axes=2),
         "image": make_image(i),
     }
 
@@ -123,6 +128,23 @@ def test_a_batch_contains_ragged_arrays_padded_with_zeros_and_their_lengths(pack
     for i, tokens, boxes in zip(ids, micro.batch["tokens"], micro.batch["boxes"], strict=True):
         assert tokens[:i].tolist() == list(range(i)) and not tokens[i:].any()
         assert np.array_equal(boxes[: i % 5].numpy(), make_boxes(i)) and not boxes[i % 5 :].any()
+    assert micro.batch["map"].shape == (8, max(i % 4 for i in ids), max(1 + i % 3 for i in ids), 2)
+    assert micro.batch["map_count"].tolist() == [[i % 4, 1 + i % 3] for i in ids]
+    for i, values in zip(ids, micro.batch["map"].numpy(), strict=True):
+        assert np.array_equal(values[: i % 4, : 1 + i % 3], make_map(i)) and values.sum() == make_map(i).sum()
+
+
+@pytest.mark.parametrize(("name", "shape"), [("map", [[2, 2, 1], [1, 1, 4]]), ("tokens", [[], []])])
+def test_an_index_whose_arrays_cannot_vary_as_it_says_is_refused(name, shape, packed, tmp_path):
+    copy = Path(shutil.copytree(packed, tmp_path / "copy"))
+    with edit_index(copy) as file:
+        shapes = file[f"records/{name}/shape"][:]
+        del file[f"records/{name}/shape"], file[f"records/{name}/size"]
+        shapes = np.resize(np.array(shape, np.int32), (len(shapes), len(shape[0])))
+        file[f"records/{name}/shape"] = shapes
+        file[f"records/{name}/size"] = shapes.prod(axis=1) * 4
+    with pytest.raises(ShardError, match=rf"{name}: a (shape|record) .* in shard-00000.h5"):
+        ShardSet(copy)
 
 
 @pytest.mark.parametrize("decode", BACK_ENDS)

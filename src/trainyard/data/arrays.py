@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainyard.data.index import ARRAY, RAGGED
+from trainyard.data.index import ARRAY
 from trainyard.data.shards import ShardSet
 
 
@@ -19,7 +19,7 @@ def read_arrays(
     """Return the arrays of some samples by name, in new memory.
 
     Arrays of fixed shape are (B, ...). Those of varying length are (B, L, ...), padded with zeros, with their lengths
-    under `<name>_count`.
+    (B,) under `<name>_count`; those that vary in two axes (B, L, M, ...), with counts (B, 2).
 
     Args:
         ids: (B,) int64, at least one.
@@ -40,9 +40,10 @@ def read_arrays(
             else:
                 arrays[name] = torch.from_numpy(memory[name].lend(shape, records.dtype))
             data.read_into(name, ids, arrays[name].numpy(), check_crc=check_crc)
-        elif records.kind == RAGGED:
-            padded = _pad(data.read_arrays(name, ids, check_crc=check_crc))
-            arrays[name], arrays[f"{name}_count"] = map(torch.from_numpy, padded)
+        elif records.varying_axes:
+            padded, count = _pad(data.read_arrays(name, ids, check_crc=check_crc))
+            arrays[name] = torch.from_numpy(padded)
+            arrays[f"{name}_count"] = torch.from_numpy(count[:, 0] if records.varying_axes == 1 else count[:, :2])
     return arrays
 
 
@@ -86,9 +87,9 @@ class BatchMemory:
 
 
 def _pad(values: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return arrays of different lengths as one, (B, L, ...), padded with zeros, and their lengths (B,) int64."""
-    count = np.array([len(array) for array in values], dtype=np.int64)
-    padded = np.zeros((len(values), int(count.max()), *values[0].shape[1:]), dtype=values[0].dtype)
+    """Return arrays of D axes and different lengths as one, padded with zeros, and their shapes (B, D) int64."""
+    shapes = np.array([array.shape for array in values], dtype=np.int64)
+    padded = np.zeros((len(values), *shapes.max(axis=0).tolist()), dtype=values[0].dtype)
     for row, array in zip(padded, values, strict=True):
-        row[: len(array)] = array
-    return padded, count
+        row[tuple(map(slice, array.shape))] = array
+    return padded, shapes

@@ -34,11 +34,13 @@ from trainyard.text import quote_path
 
 INDEX = "index.h5"
 
-ENCODED_IMAGE, MASK, ARRAY, RAGGED, AUDIO, PCM = "image", "mask", "array", "ragged", "audio", "pcm"
+ENCODED_IMAGE, MASK, ARRAY, AUDIO, PCM = "image", "mask", "array", "audio", "pcm"
 INPUT_PNG, INPUT_RAW = "input-png", "input-raw"
-"""Kinds of records: an encoded image; a mask as PNG; an array of the same shape in all samples; an array of variable
-length; the bytes of an audio file; PCM audio; an image that packing resized to the model's input (`store.py`), as PNG
-or uncompressed."""
+"""Kinds of records: an encoded image; a mask as PNG; an array of the same shape in all samples; the bytes of an audio
+file; PCM audio; an image that packing resized to the model's input (`store.py`), as PNG or uncompressed."""
+
+VARYING_AXES = {"ragged": 1, "ragged-2d": 2}
+"""Kinds of arrays whose first axes vary between samples, and how many axes."""
 
 INPUTS = (INPUT_PNG, INPUT_RAW)
 IMAGE = "image"
@@ -71,6 +73,11 @@ class Records:
     def original_px(self) -> np.ndarray:
         """(N, 2) int32: height and width of images before packing resized any."""
         return self.shape[:, 3:] if self.kind in INPUTS else self.shape[:, :2]
+
+    @property
+    def varying_axes(self) -> int:
+        """The number of an array's first axes that vary between samples; 0 for any other record."""
+        return VARYING_AXES.get(self.kind, 0)
 
     @cached_property
     def row_shape(self) -> tuple[int, ...]:
@@ -281,7 +288,7 @@ def _read_columns(file: h5py.File, count: int, vocabulary: dict[str, list[str]])
 def _read_records(parent: h5py.Group, name: str, shards: list[Shard]) -> Records:
     group, path = read_group(parent, name), Path(parent.file.filename)
     kind, dtype = read_string(group, "kind"), read_string(group, "dtype")
-    if kind not in (ENCODED_IMAGE, MASK, ARRAY, RAGGED, AUDIO, PCM, *INPUTS):
+    if kind not in (ENCODED_IMAGE, MASK, ARRAY, AUDIO, PCM, *VARYING_AXES, *INPUTS):
         raise make_refusal(path, f"{group.name} is of the unknown kind {kind!a}")
     if dtype not in NUMBERS or (kind in (ENCODED_IMAGE, MASK, AUDIO, *INPUTS) and dtype != "uint8"):
         raise make_refusal(path, f"{group.name} has elements of type {dtype!a}")
@@ -332,4 +339,7 @@ def _find_fault(records: Records, shard: Shard, rows: slice) -> str:
         return "arrays of one shape do not follow each other"
     if records.kind == PCM and (shape.shape[1] != 1 or records.dtype != "int16"):
         return "a shape cannot be true"
-    return "a shape differs beyond its first axis" if (shape[:, 1:] != shape[0, 1:]).any() else ""
+    axes = max(records.varying_axes, 1)
+    if shape.shape[1] < axes or (shape[:, axes:] != shape[0, axes:]).any():
+        return "a shape differs beyond the axes that vary"
+    return ""

@@ -28,7 +28,7 @@ from trainyard.data.index import (
     INPUTS,
     MASK,
     PCM,
-    RAGGED,
+    VARYING_AXES,
     list_followers,
 )
 from trainyard.data.item import Draws, Item
@@ -132,7 +132,7 @@ class Loader:
             on_arrival: called when the caller's stream has waited for a micro-batch, before it prepares the images.
         """
         boxes, records = self._augmentation.crop_keeps, self.data.records
-        if boxes and (boxes not in records or records[boxes].kind != RAGGED):
+        if boxes and (boxes not in records or records[boxes].varying_axes != 1):
             raise UserError(f"augment.crop_keeps={boxes}: the data has no such boxes, only {', '.join(records)}.")
         first = orders(epoch)
         split = split_batch(first.global_batch_size, ranks=self.world_size, micro_batch=micro_batch_size)
@@ -251,7 +251,7 @@ class Loader:
         kinds = {records.kind for records in self.data.records.values()}
         copied = [r for r in self.data.records.values() if r.kind in (ARRAY, INPUT_RAW)]
         is_large = largest * sum(math.prod(r.row_shape) * np.dtype(r.dtype).itemsize for r in copied) >= _LARGE_BYTES
-        return self._threads if is_large and kinds <= {ARRAY, INPUT_RAW, RAGGED} else 1
+        return self._threads if is_large and kinds <= {ARRAY, INPUT_RAW, *VARYING_AXES} else 1
 
     def _prepare(self, item: Item) -> Item:
         """Copy the records of an item that need no decoding, and add everything else of its batch."""
@@ -319,8 +319,9 @@ class Loader:
         for records in self.data.records.values():
             if records.kind in (AUDIO, PCM):
                 total += items * count_allocated(largest * 2 * self._count_frames(records.shape[:, 0]))
-            elif records.kind in (ARRAY, RAGGED):  # the longest sample counts: the others are padded
-                total += items * count_allocated(largest * int(records.size.max()))
+            elif records.kind in (ARRAY, *VARYING_AXES):  # padded to the longest
+                longest = math.prod(records.shape.max(axis=0).tolist()) * np.dtype(records.dtype).itemsize
+                total += items * count_allocated(largest * longest)
         if self._has_images:
             pixels = largest * self._count_pixels()
             total += len(list_followers(self.data.records)) * items * count_allocated(pixels)

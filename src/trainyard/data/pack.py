@@ -19,7 +19,7 @@ import numpy as np
 from loguru import logger
 
 from trainyard.data.hdf5 import open_hdf5, read_texts
-from trainyard.data.index import ARRAY, INDEX, RAGGED, read_index, seal_index
+from trainyard.data.index import ARRAY, INDEX, VARYING_AXES, read_index, seal_index
 from trainyard.data.raw import check_sources
 from trainyard.data.shards import KEY, Sample, ShardSet
 from trainyard.data.store import InputStore, Store, read_store
@@ -445,7 +445,7 @@ def _refuse_other_records(first: "_Part", part: "_Part") -> None:
 def _get_fixed_shape(records: dict[str, Any]) -> tuple[int, ...]:
     """Return the part of an array's shape that must be equal in all shards."""
     shape = tuple(records["shape"][0].tolist())
-    return {ARRAY: shape, RAGGED: shape[1:]}.get(records["kind"], ())
+    return shape[{ARRAY: 0, **VARYING_AXES}.get(records["kind"], len(shape)) :]
 
 
 class _Part(NamedTuple):

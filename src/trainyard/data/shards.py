@@ -52,9 +52,10 @@ LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "
 
 @dataclass(frozen=True)
 class Ragged:
-    """An array whose first axis varies between samples; dtype and other axes are the same in all of them."""
+    """An array whose first axis, or first two, vary between samples; dtype and further axes are the same in all."""
 
     values: np.ndarray
+    varying_axes: int = 1  # or 2
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from trainyard.config.families import describe_value, locate_code, refuse_own_randomness
 from trainyard.data.hdf5 import NUMBERS
 from trainyard.data.headers import BadRecord, read_audio_shape, read_image_shape
-from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, IMAGE, MASK, PCM, RAGGED
+from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, IMAGE, MASK, PCM, VARYING_AXES
 from trainyard.data.shards import KEY, Audio, Loaded, Mask, Ragged, Sample
 from trainyard.data.store import InputStore, JpegStore, Store, encode_png, find_region, scale_region
 from trainyard.errors import ContractError, UserError, find_place
@@ -92,7 +92,7 @@ class _JoinedBlobs:
             room = _MAP_BYTES - self._maps[-1].tell()
             self._maps[-1].write(rest[:room])
             rest = rest[room:]
-        self.kinds.add((blob.kind, blob.dtype, blob.shape[1:] if blob.kind == RAGGED else ()))
+        self.kinds.add((blob.kind, blob.dtype, blob.shape[VARYING_AXES.get(blob.kind, len(blob.shape)) :]))
         self.sizes.append(len(blob.data))
         self.checksums.append(crc32c.crc32c(blob.data))
         self.shapes.append(blob.shape)
@@ -258,7 +258,7 @@ def _check_loaded(sample: Sample, loaded: Any, first: Loaded) -> None:
         if isinstance(value, np.ndarray) and isinstance(other, np.ndarray) and value.shape != other.shape:
             raise ContractError(
                 f"{where}: '{name}' has the shape {value.shape}, and of the first {other.shape}. Wrap arrays that vary "
-                "in their first axis: Ragged(array)"
+                "in their first axis: Ragged(array); in their first two: Ragged(array, varying_axes=2)"
             )
         if form != (of_first := _describe_form(other)):
             raise ContractError(f"{where}: '{name}' is {form}, and of the first {of_first}. All samples need the same.")
@@ -273,9 +273,11 @@ def _describe_form(value: Any) -> str:
         is_mask = isinstance(mask, np.ndarray) and mask.dtype == np.uint8 and mask.ndim == 2 and mask.size
         return "a mask" if is_mask else ""
     if isinstance(value, Ragged):
-        array = value.values
-        is_packable = isinstance(array, np.ndarray) and array.ndim and array.dtype.name in NUMBERS
-        return f"Ragged {('n', *array.shape[1:])} of {array.dtype}".replace("'", "") if is_packable else ""
+        array, axes = value.values, value.varying_axes
+        is_array = isinstance(array, np.ndarray) and array.dtype.name in NUMBERS
+        if not is_array or not 1 <= axes <= min(array.ndim, len(VARYING_AXES)):
+            return ""
+        return f"Ragged {('n', 'm')[:axes] + array.shape[axes:]} of {array.dtype}".replace("'", "")
     if isinstance(value, Audio):
         pcm = value.data
         is_pcm = isinstance(pcm, np.ndarray) and pcm.dtype == np.int16 and pcm.ndim == 1
@@ -373,7 +375,7 @@ def _encode_blob(value: bytes | Mask | Ragged | Audio) -> _Blob:
         return _Blob(encode_png(value.values[:, :, None]), MASK, "uint8", (*value.values.shape, 1))
     if isinstance(value, Ragged):
         array = _make_native(value.values, value.values.dtype)
-        return _Blob(_view_bytes(array), RAGGED, array.dtype.name, array.shape)
+        return _Blob(_view_bytes(array), list(VARYING_AXES)[value.varying_axes - 1], array.dtype.name, array.shape)
     if isinstance(value.data, bytes):
         return _Blob(value.data, AUDIO, "uint8", read_audio_shape(value.data))
     assert value.data.dtype == np.int16 and value.data.ndim == 1, "PCM is (frames,) int16"

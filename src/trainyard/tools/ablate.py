@@ -16,7 +16,7 @@ import numpy as np
 from loguru import logger
 
 from trainyard.config.duration import Duration
-from trainyard.data.index import ARRAY, IMAGE, RAGGED
+from trainyard.data.index import ARRAY, IMAGE, VARYING_AXES
 from trainyard.errors import ALLOCATION_ERRORS, UserError, is_out_of_memory
 from trainyard.hardware import count_cores, explain_missing_compiler
 from trainyard.measure import Ratio
@@ -103,7 +103,7 @@ def list_switches(runner: LoopRunner, naive: Loop, full: Loop, environ: Mapping[
     no_gpu = "needs a GPU" if on_cpu else ""
     no_halves = "" if context.precision.dtype != "fp32" else "this card or the job's precision= allows fp32 alone"
     images = "" if IMAGE in context.data.records else "the job has no images"
-    encoded = any(records.kind not in (ARRAY, RAGGED) for records in context.data.records.values())
+    encoded = any(records.kind not in (ARRAY, *VARYING_AXES) for records in context.data.records.values())
     compiler = explain_missing_compiler(read_capability(context.device), environ) or ""
     layers = "" if list(module.repeated_layers()) else "the model names no repeated layers"
     split = naive.micro_batch < full.micro_batch

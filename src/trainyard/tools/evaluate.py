@@ -16,7 +16,7 @@ from tqdm import tqdm
 from trainyard import __version__
 from trainyard.config.compose import apply_overrides
 from trainyard.config.settings import TrainConfig
-from trainyard.data.index import AUDIO, ENCODED_IMAGE, INDEX, INPUTS, PCM, RAGGED
+from trainyard.data.index import AUDIO, ENCODED_IMAGE, INDEX, INPUTS, PCM, VARYING_AXES
 from trainyard.data.prepare import build_meta
 from trainyard.data.shards import Sample, ShardSet
 from trainyard.data.splits import find_splits
@@ -283,7 +283,7 @@ def _list_compared(data: ShardSet, other: ShardSet) -> list[str]:
     Arrays of fixed shape count where there are no such records: features that packing computes may differ between a
     training sample and the same one elsewhere.
     """
-    kinds = (ENCODED_IMAGE, *INPUTS, AUDIO, PCM, RAGGED)
+    kinds = (ENCODED_IMAGE, *INPUTS, AUDIO, PCM, *VARYING_AXES)
     shared = sorted(data.records.keys() & other.records.keys())
     return [name for name in shared if data.records[name].kind in kinds] or shared
 

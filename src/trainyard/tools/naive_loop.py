@@ -113,11 +113,14 @@ def collate(samples: Sequence[Batch]) -> Batch:
     batch = {}
     for name in samples[0]:
         values = [sample[name] for sample in samples]
-        if values[0].ndim > 1:
-            longest = max(value.shape[1] for value in values)
-            values = [F.pad(v, (0, 0) * (v.ndim - 2) + (0, longest - v.shape[1])) for v in values]
-        batch[name] = torch.cat(values)
+        longest = [max(lengths) for lengths in zip(*(value.shape[1:] for value in values), strict=True)]
+        batch[name] = torch.cat([F.pad(v, _count_padding(v.shape[1:], longest)) for v in values])
     return batch
+
+
+def _count_padding(shape: Sequence[int], longest: Sequence[int]) -> list[int]:
+    """Return zeros before and after each axis, the last axis first, as `functional.pad` takes them."""
+    return [n for length, most in reversed([*zip(shape, longest, strict=True)]) for n in (0, most - length)]
 
 
 class _Epochs:

@@ -17,7 +17,7 @@ from torch.export import Dim, ExportedProgram
 
 from trainyard.config.settings import ImageSettings
 from trainyard.data.device import prepare_model_input
-from trainyard.data.index import AUDIO, IMAGE, PCM, RAGGED
+from trainyard.data.index import AUDIO, IMAGE, PCM
 from trainyard.data.loader import Loader
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
@@ -128,6 +128,9 @@ class PredictGraph(nn.Module):
         return {name: v.float() if v.is_floating_point() else v for name, v in chosen.items()}
 
 
+_AXES = ("length", "width")  # of padded arrays, in names of exported programs
+
+
 def trace(model: TrainedModel, data: ShardSet, inputs: dict[str, Tensor], signature: Signature) -> Traced:
     """Trace the network for any number of samples, and for any length of padded arrays.
 
@@ -139,8 +142,8 @@ def trace(model: TrainedModel, data: ShardSet, inputs: dict[str, Tensor], signat
     """
     axes = {name: {0: "batch"} for name in inputs}
     for name in inputs:
-        if name in data.records and data.records[name].kind == RAGGED:
-            axes[name][1] = f"{name}_length"
+        varying = data.records[name].varying_axes if name in data.records else 0
+        axes[name] |= {axis: f"{name}_{_AXES[axis - 1]}" for axis in range(1, varying + 1)}
     shapes = tuple(dict.fromkeys(axes[name], Dim.DYNAMIC) for name in inputs)
     graph = PredictGraph(
         model.module, inputs, signature.outputs, audio=_list_audio(data), image=model.config.image

@@ -23,7 +23,6 @@ from trainyard.choice import Choice
 from trainyard.config.settings import TrainConfig
 from trainyard.data.augment import list_scales
 from trainyard.data.host_memory import read_available_memory
-from trainyard.data.index import RAGGED
 from trainyard.data.loader import Loader
 from trainyard.data.order import EpochOrder
 from trainyard.data.shards import ShardSet
@@ -205,7 +204,7 @@ def build_largest_batch(
 
 def list_lengths(data: ShardSet, config: TrainConfig) -> list[np.ndarray]:
     """Return (N,) lengths of each kind of record that has different ones, and of the column that batches follow."""
-    lengths = [records.shape[:, 0] for records in data.records.values() if records.kind == RAGGED]
+    lengths = [axis for records in data.records.values() for axis in records.shape.T[: records.varying_axes]]
     if config.data.order == "buckets":
         lengths.append(data.columns[config.data.order_by])
     return [values for values in lengths if values.min() < values.max()]

@@ -25,7 +25,8 @@ It has `sample_id` (B,) int64, every column of the data set under its name (B,),
 - `Mask`: (B, H, W) int64, moved as the image, without interpolation: the class of the stored mask at each pixel's
   centre; 255 where the input shows nothing of the stored image.
 - array of fixed shape: under its name, (B, ...).
-- `Ragged`: (B, L, ...), padded with zeros to the longest of the batch, and `<name>_count` (B,) int64.
+- `Ragged`: (B, L, ...), padded with zeros to the longest of the batch, and `<name>_count` (B,) int64; with
+  `varying_axes=2`, (B, L, M, ...) and (B, 2).
 - `Audio`: (B, N) float32 in [-1, 1), and `<name>_count` (B,) int64, the frames of the whole recording. N is
   `sound.frames`, and may be more in evaluation with sound.segments=sliding: see `average_segments`.
 

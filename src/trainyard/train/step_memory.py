@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainyard.config.settings import ImageSettings
-from trainyard.data.index import IMAGE, MASK, RAGGED, list_followers
+from trainyard.data.index import IMAGE, MASK, list_followers
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.shards import ShardSet
 from trainyard.train.module import TrainModule
@@ -203,7 +203,8 @@ def read_template(loader: Loader, ids: np.ndarray) -> dict[str, Tensor]:
 def list_axes(data: ShardSet, ids: np.ndarray, image: ImageSettings) -> dict[str, dict[int, int]]:
     """Return the axes of a batch that vary besides the first, at the longest that the samples `ids` and images have."""
     records, scale = data.records.items(), max(image.scales)
-    axes = {name: {1: int(record.shape[ids, 0].max())} for name, record in records if record.kind == RAGGED}
+    longest = {name: record.shape[ids, : record.varying_axes].max(axis=0) for name, record in records}
+    axes = {name: dict(enumerate(lengths.tolist(), 1)) for name, lengths in longest.items() if len(lengths)}
     size = round(image.height_px * scale), round(image.width_px * scale)
     followers = list_followers(data.records).items()
     images = {IMAGE, *(name for name, record in followers if record.kind != MASK)}
