@@ -27,9 +27,19 @@ from trainyard.data.prepare import build_meta
 from trainyard.runs.events import read_metrics
 from trainyard.runs.manifest import list_checkpoints
 from trainyard.tools.check_family import Family, check_family
+from trainyard.tools.new_family import create_family
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FAMILIES = ("gpt", "segmentation")
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with both families, of which GPT is the template `text`."""
+    folder = tmp_path_factory.mktemp("examples") / "example_families"
+    create_family(folder, "gpt", "text")
+    shutil.copytree(EXAMPLES / "segmentation", folder / "segmentation")
+    return folder
 
 
 def test_the_example_takes_a_step_and_is_short(tmp_path):
@@ -41,37 +51,37 @@ def test_the_example_takes_a_step_and_is_short(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_example_family_takes_a_step(family, tmp_path):
-    run = new_run(tmp_path, "max_duration=1st", job=f"{family}_smoke", jobs=EXAMPLES)
-    assert train(run, jobs=EXAMPLES) == 0 and math.isfinite(read_metrics(run)[0]["loss"])
+def test_an_example_family_takes_a_step(family, jobs, tmp_path):
+    run = new_run(tmp_path, "max_duration=1st", job=f"{family}_smoke", jobs=jobs)
+    assert train(run, jobs=jobs) == 0 and math.isfinite(read_metrics(run)[0]["loss"])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_example_family_meets_the_contract(family, tmp_path):
-    assert [result for result in check_family(EXAMPLES, family, tmp_path / "checks") if not result.passed] == []
-    subject = Family(EXAMPLES, family, tmp_path / "step")
+def test_an_example_family_meets_the_contract(family, jobs, tmp_path):
+    assert [result for result in check_family(jobs, family, tmp_path / "checks") if not result.passed] == []
+    subject = Family(jobs, family, tmp_path / "step")
     module, batch = subject.build(), subject.read_micro_batch().batch
     assert find_refused_operators(lambda: module(batch)["loss"].backward()) == set(), "CUDA is as deterministic"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kills_change_no_bit_of_an_example(family, tmp_path):
+def test_kills_change_no_bit_of_an_example(family, jobs, tmp_path):
     options = ("max_duration=60st", "checkpoint.every=4st", "eval_every=20st", "log_every=1st")
-    whole, killed = (new_run(tmp_path, *options, job=f"{family}_smoke", jobs=EXAMPLES) for _ in range(2))
-    ended = start(whole, jobs=EXAMPLES)
+    whole, killed = (new_run(tmp_path, *options, job=f"{family}_smoke", jobs=jobs) for _ in range(2))
+    ended = start(whole, jobs=jobs)
     ended.join(240)
     rng, resumed = random.Random(family), set()
     for _ in range(int(os.environ.get("TRAINYARD_KILLS", "1"))):
-        process = start(killed, jobs=EXAMPLES)
+        process = start(killed, jobs=jobs)
         saved = max((entry.step for entry in list_checkpoints(killed / "checkpoints")), default=0)
         wait_for_lines(killed, saved + rng.randrange(6, 11), process)
         assert process.is_alive()
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         resumed.add(max(entry.step for entry in list_checkpoints(killed / "checkpoints")))
-    last = start(killed, jobs=EXAMPLES)
+    last = start(killed, jobs=jobs)
     last.join(240)
     assert (ended.exitcode, last.exitcode) == (0, 0) and 0 < min(resumed) < max(resumed) + 1 < 60
     assert find_differences(load_state(whole), load_state(killed)) == []
@@ -80,8 +90,10 @@ def test_kills_change_no_bit_of_an_example(family, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_example_trains_on_two_ranks_predicts_and_is_exported_by_an_installed_wheel(family, installed, tmp_path):
-    shutil.copytree(EXAMPLES / family, tmp_path / "jobs" / family)
+def test_an_example_trains_on_two_ranks_predicts_and_is_exported_by_an_installed_wheel(
+    family, jobs, installed, tmp_path
+):
+    shutil.copytree(jobs / family, tmp_path / "jobs" / family)
     planned = run_installed(installed, tmp_path, "plan", f"{family}_smoke", "--hw", "a100")
     if family == "gpt":
         assert "weights 120 KiB, gradients 120 KiB, optimizer 120 KiB" in planned, "Lion keeps one number for a weight"

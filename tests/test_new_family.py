@@ -81,6 +81,10 @@ def write_raw(raw: Path, kind: str) -> list[str]:
         }
         (raw / "objects.json").write_text(json.dumps(content))
         return ["image.height_px=96", "image.width_px=128", "max_duration=2ep", "eval_every=1ep"]
+    if kind == "minimal":
+        for i, x in enumerate(rng.normal(size=(60, 2, 2))):
+            np.savez(raw / f"{i}.npz", x=x, y=x.sum())
+        return ["max_duration=60ep", "eval_every=60ep"]
     for i in range(48):
         name = ("left", "right")[i % 2]
         (raw / name).mkdir(exist_ok=True)
@@ -97,15 +101,19 @@ def write_raw(raw: Path, kind: str) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "text"])  # that one is tested in test_example.py
 def test_a_new_family_is_checked_and_learns_from_a_folder_as_typed(kind, tmp_path):
     lines = type_line(tmp_path, "new", "mine", "--like", kind).splitlines()
-    assert lines[1:] == ["next: trainyard check-family mine", "      trainyard run mine data.path=FOLDER"]
+    assert lines[1:3] == ["next: trainyard check-family mine", "      trainyard run mine data.path=FOLDER"]
+    assert lines[3].endswith("templates/INTERFACE.md")
     checked = type_line(tmp_path, "check-family", "mine").splitlines()
     assert checked[:-2] == [f"ok      {name}" for name in check_family.CHECKS]
     options = write_raw(tmp_path / "raw", kind)
     shown = type_line(tmp_path, "run", "mine", "data.path=raw", "--name", "first", *options)
     is_detection = kind == "detection"
+    if kind == "minimal":
+        assert float(re.search(r"loss +(\S+)", shown)[1]) < 0.2, "the variance is above 1"
+        return  # it has nothing for new files
     if is_detection:
         assert "ap50" in shown
     else:
@@ -155,11 +163,10 @@ def test_a_table_may_be_a_file_with_semicolons_and_decimal_commas_which_are_aske
 
 
 SCORE, LIST = 'compute_class_metrics(rows["logits"]', "files = list_labelled_files(raw, IMAGES)"
+SPLITS = "def splits(columns, vocabulary, config):\n    return {'train': np.arange(20), 'val': np.arange(9)}"
 BROKEN = {
     "packed data read back equal": {"pack": ("for file in files:\n", "for file in [*files, *files][3:-3]:\n")},
-    "sets share no sample": {
-        "pack": ("find_sets(columns, vocabulary)", "find_sets(columns, vocabulary) | {'test': np.arange(9)}")
-    },
+    "sets share no sample": {"pack": ("def synthesize(", f"{SPLITS}\n\n\ndef synthesize(")},
     "forward and predict return what training reads": {
         "module": ('return {"logits": self.network(batch["image"]).float(), ', 'return {"logits": batch["image"][1:], ')
     },

@@ -48,3 +48,17 @@ def test_training_ids_may_be_repeated_and_test_sets_may_share_samples():
 def test_sets_that_cannot_be_meant_are_refused_with_the_familys_file(sets, said):
     with pytest.raises(UserError, match=f"jobs/mine/pack.py: splits: .*{said}"):
         split(**sets)
+
+
+def test_without_a_function_the_text_column_set_divides_the_samples():
+    pack = ModuleType("pack")
+    pack.__file__ = "jobs/mine/pack.py"
+    data = Data(3, {"set": np.array([1, 0, 1])}, {"set": ["val", "train"]})
+    assert {name: ids.tolist() for name, ids in find_splits(pack, data, TrainConfig()).items()} == {
+        "train": [0, 2],
+        "val": [1],
+    }
+    with pytest.raises(UserError, match="none of them in the validation set"):
+        find_splits(pack, Data(1, {"set": np.array([0])}, {"set": ["train"]}), TrainConfig())
+    with pytest.raises(UserError, match=r"jobs/mine/pack\.py: expected splits\(columns, vocabulary, config\), or"):
+        find_splits(pack, Data(), TrainConfig())

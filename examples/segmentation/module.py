@@ -73,7 +73,7 @@ class UNet(TrainModule):
             yield {"path": key, **{name: float((mask == k).mean()) for k, name in enumerate(self.classes)}}
 
     def describe_predict(self) -> Signature:
-        """Return what the network takes and returns."""
+        """Describe the inputs and outputs of the network."""
         classes = {"classes": list(self.classes)}
         return Signature({"image": "resized to height and width"}, {"mask": "class of each pixel"}, classes)
 

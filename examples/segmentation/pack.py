@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from trainyard.data.labelled import assign_sets, find_sets
+from trainyard.data.labelled import assign_sets
 from trainyard.data.raw import IMAGES, list_named
 from trainyard.data.shards import BadRecord, Loaded, Mask, Sample
 from trainyard.data.write_shard import read_image
@@ -46,13 +46,6 @@ def load(path: Path, mask: Path | None = None, classes: int = 0) -> Loaded:
     if found.ndim != 2 or found.max() >= classes:
         raise BadRecord(f"{mask}: {found.shape} up to {found.max()}; expected one of {classes} classes for each pixel.")
     return {"image": read_image(path)[0], "mask": Mask(found.astype(np.uint8))}
-
-
-def splits(
-    columns: Mapping[str, np.ndarray], vocabulary: Mapping[str, list[str]], config: Config
-) -> dict[str, np.ndarray]:
-    """Return the sample ids of each set, as packed."""
-    return find_sets(columns, vocabulary)
 
 
 def synthesize(raw: Path, count: int, seed: int) -> None:

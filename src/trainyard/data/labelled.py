@@ -5,14 +5,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from trainyard.config.settings import HoldOutSettings
 from trainyard.data.raw import list_files
+from trainyard.data.splits import SETS as SETS
 from trainyard.errors import UserError
 from trainyard.text import find_nearest
-
-SETS = ("train", "val", "test")
 
 
 @dataclass(frozen=True)
@@ -115,19 +112,3 @@ def assign_sets(
             sets |= dict.fromkeys(drawn[:count], name)
             drawn = drawn[count:]
     return sets
-
-
-def find_sets(columns: Mapping[str, np.ndarray], vocabulary: Mapping[str, list[str]]) -> dict[str, np.ndarray]:
-    """Return the sample ids of each set, from the text column `set`; for a family's `splits`.
-
-    Raises:
-        UserError: there is no validation set, which selects the best checkpoint.
-    """
-    names = np.array(vocabulary["set"])[columns["set"]]
-    ids_by_set = {name: np.flatnonzero(names == name) for name in SETS if name in vocabulary["set"]}
-    if "val" not in ids_by_set:
-        raise UserError(
-            f"{len(names)} samples, and none of them in the validation set, which selects the best checkpoint. "
-            "Expected three or more of a class, and packing.val_share above 0."
-        )
-    return ids_by_set

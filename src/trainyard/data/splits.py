@@ -2,17 +2,18 @@
 
 from collections.abc import Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainyard.config.families import require_mapping
 from trainyard.config.settings import TrainConfig
-from trainyard.errors import ContractError
+from trainyard.errors import ContractError, UserError
 from trainyard.text import join_names
 
 if TYPE_CHECKING:
     import numpy as np
 
-_TRAIN = "train"
+_TRAIN, _SET = "train", "set"
+SETS = (_TRAIN, "val", "test")
 
 
 class Samples(Protocol):
@@ -27,19 +28,23 @@ class Samples(Protocol):
 
 
 def find_splits(pack: ModuleType, data: Samples, config: TrainConfig) -> "dict[str, np.ndarray]":
-    """Return the sample ids of each set, (n,) int64, as the family's `pack.splits` says.
+    """Return the sample ids of each set, (n,) int64, as the family's `pack.splits` says, or else the text column `set`.
 
     An id may be repeated in "train", where it means oversampling. Test sets may share samples.
 
     Raises:
-        UserError: there is no "train", ids are not those of samples, a sample is in "train" and another set, or an id
-            is repeated in another set.
+        UserError: there is no "train", the column has no "val", ids are not those of samples, a sample is in "train"
+            and another set, or an id is repeated in another set.
     """
     import numpy as np  # here: submitting loads this file, and must respond quickly
 
     where, count = f"{pack.__file__}: splits", data.count
-    returned = pack.splits(data.columns, data.vocabulary, config)
-    named = require_mapping(pack.splits, returned, "the sample ids of each set, (n,) int64, by its name")
+    named: Mapping[str, Any]
+    if (split := getattr(pack, "splits", None)) is None:
+        named = _find_sets(pack, data)
+    else:
+        returned = split(data.columns, data.vocabulary, config)
+        named = require_mapping(split, returned, "the sample ids of each set, (n,) int64, by its name")
     splits = {name: np.asarray(ids) for name, ids in named.items()}
     if _TRAIN not in splits:
         raise ContractError(f"{where}: expected a set 'train', found {join_names(list(splits)) or 'none'}.")
@@ -63,3 +68,21 @@ def find_splits(pack: ModuleType, data: Samples, config: TrainConfig) -> "dict[s
         if len(np.unique(ids)) < len(ids):
             raise ContractError(f"{where}: ids are repeated in '{name}'. Only 'train' may repeat them, to oversample.")
     return {name: ids.astype(np.int64, copy=False) for name, ids in splits.items()}
+
+
+def _find_sets(pack: ModuleType, data: Samples) -> "dict[str, np.ndarray]":
+    import numpy as np
+
+    if _SET not in data.vocabulary:
+        raise ContractError(
+            f"{pack.__file__}: expected splits(columns, vocabulary, config), or a text column '{_SET}' of each sample: "
+            f"{', '.join(SETS)}. It has neither."
+        )
+    names = np.array(data.vocabulary[_SET])[data.columns[_SET]]
+    ids_by_set = {name: np.flatnonzero(names == name) for name in SETS if name in data.vocabulary[_SET]}
+    if "val" not in ids_by_set:
+        raise UserError(
+            f"{len(names)} samples, and none of them in the validation set, which selects the best checkpoint. "
+            "Expected three or more of a class, and packing.val_share above 0."
+        )
+    return ids_by_set

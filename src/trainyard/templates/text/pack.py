@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from trainyard.data.labelled import find_sets
 from trainyard.data.raw import list_named
 from trainyard.data.shards import Loaded, Sample
 from trainyard.errors import UserError
@@ -43,13 +42,6 @@ def load(window: str, artifacts: Mapping[str, str]) -> Loaded:
     """Turn characters into tokens."""
     tokens = {character: i for i, character in enumerate(json.loads(artifacts["characters"]), start=1)}
     return {"tokens": np.array([tokens.get(character, 0) for character in window], dtype=np.int64)}
-
-
-def splits(
-    columns: Mapping[str, np.ndarray], vocabulary: Mapping[str, list[str]], config: Config
-) -> dict[str, np.ndarray]:
-    """Return the sample ids of "train" and "val", as packed."""
-    return find_sets(columns, vocabulary)
 
 
 def synthesize(raw: Path, count: int, seed: int) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainyard.config.duration import Duration
+from trainyard.config.settings import TrainConfig
+from trainyard.errors import UserError
 from trainyard.train.module import Batch, DataInfo, Histogram, Rows, Signature, TrainModule
 
 from .config import Config, ModelSettings
@@ -64,7 +66,7 @@ class GPT(TrainModule):
             yield {"window": key, "bits_per_character": nats / math.log(2), "next": ["", *self.characters][token]}
 
     def describe_predict(self) -> Signature:
-        """Return what the network takes and returns."""
+        """Describe the inputs and outputs of the network."""
         outputs = {"nats": "mean cross-entropy of the window", "next": "the likeliest next token"}
         return Signature({"tokens": "places in `characters`, from 1"}, outputs, {"characters": list(self.characters)})
 
@@ -72,12 +74,16 @@ class GPT(TrainModule):
         """Return the blocks."""
         return self.blocks
 
-    def build_optimizer(self, groups: list[dict[str, Any]], config: Config) -> "Lion":
+    def build_optimizer(self, groups: list[dict[str, Any]], config: TrainConfig) -> "Lion":
         """Return Lion: a step has the same length for every weight, so its learning rate is a tenth of Adam's."""
         return Lion(groups, lr=config.optimizer.lr, betas=(config.optimizer.beta1, config.optimizer.beta2))
 
-    def build_schedule(self, config: Config, *, total_steps: int, steps_per_epoch: int) -> Callable[[int], float]:
+    def build_schedule(
+        self, config: TrainConfig, *, total_steps: int | None, steps_per_epoch: int
+    ) -> Callable[[int], float]:
         """Return linear warm-up, a plateau, and linear decay (Hu et al. 2024, arXiv:2404.06395)."""
+        if total_steps is None:
+            raise UserError("the schedule decays at the end of the run: max_duration counts epochs or steps here")
         warmup = max(1, Duration.parse(config.schedule.warmup).to_steps(steps_per_epoch))
         decay = max(1, round(DECAY_SHARE * total_steps))
         return lambda step: min(1.0, (step + 1) / warmup, (total_steps - step) / decay)
@@ -99,7 +105,8 @@ class Block(nn.Module):
         q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in project(norm(x_BTC)).chunk(3, dim=2))
         seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BTC = x_BTC + merge(seen.transpose(1, 2).flatten(2))
-        return x_BTC + self.think(x_BTC)
+        thought_BTC: Tensor = self.think(x_BTC)
+        return x_BTC + thought_BTC
 
 
 class Lion(torch.optim.Optimizer):
@@ -109,7 +116,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Move each weight by the learning rate, in the direction of the sign of its averaged gradient."""
         for group in self.param_groups:
             for weight in (weight for weight in group["params"] if weight.grad is not None):
