@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.test_family_returns import TINY
-from tests.training import find_differences, load_state, new_run, read_run_metrics, start, train
+from tests.training import find_differences, load_state, new_run, read_run_metrics, start, train, wait_for_lines
 from trainyard.errors import UserError
 from trainyard.report.run_page import write_report
 from trainyard.runs.events import read_events, read_metrics
@@ -124,3 +125,43 @@ def test_a_histogram_that_no_recorder_wrote_is_refused(shown, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(f'{{"kind": "eval", "step": 1, "split": "val", "shown": {shown}}}\n')
     with pytest.raises(UserError, match="edges and counts of a histogram"):
         read_metrics(tmp_path)
+
+
+PLAIN = """
+
+class Plain(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, batch):
+        error = self.layer(batch["x"]).squeeze(1) - batch["y"]
+        epoch = batch.get("epoch", torch.zeros((), dtype=torch.int64))
+        return {"loss": error.square().mean(), "of_epoch": epoch.float()}
+
+
+def build(config, data):
+    return Plain()
+"""
+
+
+def test_the_validation_loss_is_that_of_forward_and_a_batch_knows_its_epoch_also_after_a_stop(tmp_path):
+    jobs = write_jobs(tmp_path / "jobs", Path())
+    with (jobs / "tiny" / "module.py").open("a") as file:
+        file.write("import torch\n" + PLAIN)
+    stopped = new_run(tmp_path, "max_duration=3ep", "log_every=1st", "checkpoint.every=1st", job="tiny", jobs=jobs)
+    assert train(stopped, jobs=jobs) == 0
+    lines = read_metrics(stopped)
+    assert [line["of_epoch"] for line in lines if line["kind"] == "train"] == [0, 0, 1, 1, 2, 2]
+    weights = load_state(stopped)
+    keys = np.array([[n] * 3 for n in range(8, 12)], np.float32), np.array([n % 2 for n in range(8, 12)])
+    found = keys[0] @ weights["model/layer.weight"].numpy()[0] + weights["model/layer.bias"].item()
+    assert lines[-1]["split"] == "val"
+    assert lines[-1]["loss"] == pytest.approx(np.square(found - keys[1]).mean(), rel=1e-5)
+    resumed = new_run(tmp_path, "max_duration=3ep", "log_every=1st", "checkpoint.every=1st", job="tiny", jobs=jobs)
+    process = start(resumed, jobs=jobs)
+    wait_for_lines(resumed, 3, process)
+    process.kill()
+    process.join()
+    assert train(resumed, jobs=jobs) == 0
+    assert read_run_metrics(resumed) == read_run_metrics(stopped)

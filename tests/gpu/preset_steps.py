@@ -33,10 +33,10 @@ from trainyard.train.determinism import choose_determinism
 from trainyard.train.heartbeat import Heartbeat
 from trainyard.train.meters import read_peak_memory_gib
 from trainyard.train.precision import allow_nondeterministic_operators, make_autocast, read_capability
-from trainyard.train.run_context import TRAIN, RunContext, make_loader, read_one_step
+from trainyard.train.run_context import TRAIN, RunContext, make_loader
 from trainyard.train.run_state import prepare_state, wrap_model
 from trainyard.train.schedule import build_schedule
-from trainyard.train.step import StepResult, TrainState, train_step
+from trainyard.train.step import StepResult, TrainState, read_one_step, train_step
 from trainyard.train.world import World
 
 Stream = Generator[MicroBatch, None, None]
@@ -83,7 +83,7 @@ class PresetSteps:
 
     def read_step(self, stream: Stream) -> list[MicroBatch]:
         """Return the micro-batches of the next step of a stream, on the device."""
-        return list(read_one_step(stream, self.state.progress.samples_seen, self.context.device))
+        return list(read_one_step(stream, self.state.progress, self.context.device))
 
     def read_micro_batch(self) -> MicroBatch:
         """Return the first micro-batch, on the device."""

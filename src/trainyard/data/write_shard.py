@@ -30,7 +30,7 @@ from trainyard.files import DISK_FULL, FORMATS, PACKED_DATA, open_atomically, ra
 from trainyard.text import join_names
 
 _SEEDED = "numpy.random.default_rng(seed) or random.Random(key)"
-_RESERVED = {"sample_id", "samples_seen", KEY}
+_RESERVED = {"sample_id", "epoch", "samples_seen", KEY}
 _ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 _JPEG_END = b"\xff\xd9"
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type

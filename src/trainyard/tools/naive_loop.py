@@ -368,7 +368,7 @@ class _Step:
         for _ in range(self._loop.accumulate):
             batch = next(stream)
             self.samples += len(batch["sample_id"])
-            yield {**batch, "samples_seen": seen}
+            yield {**batch, "epoch": torch.zeros_like(seen), "samples_seen": seen}
 
     def _take(self, stream: Iterator[Batch]) -> Tensor:
         state, loop = self.state, self._loop

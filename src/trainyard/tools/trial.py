@@ -19,10 +19,10 @@ from trainyard.train import distributed
 from trainyard.train.determinism import choose_determinism
 from trainyard.train.heartbeat import Heartbeat
 from trainyard.train.precision import make_autocast
-from trainyard.train.run_context import RunContext, make_loader, read_one_step
+from trainyard.train.run_context import RunContext, make_loader
 from trainyard.train.run_state import prepare_state, wrap_model
 from trainyard.train.schedule import build_schedule
-from trainyard.train.step import StepResult, TrainState, train_step
+from trainyard.train.step import StepResult, TrainState, read_one_step, train_step
 from trainyard.train.world import World
 
 
@@ -66,7 +66,7 @@ class Trial:
 
     def take_micro_batches(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield those of the next step."""
-        return read_one_step(stream, self.state.progress.samples_seen, self.context.device)
+        return read_one_step(stream, self.state.progress, self.context.device)
 
     def take_step(self, micro_batches: Iterator[MicroBatch] | list[MicroBatch]) -> StepResult:
         """Take an optimizer step, with the learning rate that a run would have."""

@@ -22,7 +22,7 @@ from trainyard.train.out_of_memory import name_phase
 _FORWARD = '{"loss": () of the graph, ...}, each a scalar tensor'
 _PREDICT = '{"sample_id": (B,), ...}, each a tensor with a row for each of the B samples'
 _SEEDED = "torch's, which is seeded for each step, or the batch's `noise`"
-_TRAINING_ONLY = ("noise", "samples_seen")
+_TRAINING_ONLY = ("noise", "epoch", "samples_seen")
 
 
 def build_module(jobs_dir: Path, config: TrainConfig, info: DataInfo) -> TrainModule:

@@ -32,9 +32,9 @@ from trainyard.train import distributed
 from trainyard.train.evaluate import predict_share
 from trainyard.train.out_of_memory import EVALUATION, choose_smaller, explain_out_of_memory, name_phase, release_memory
 from trainyard.train.precision import allow_nondeterministic_operators
-from trainyard.train.run_context import TRAIN, RunContext, read_one_step, refuse_batches_without_memory
+from trainyard.train.run_context import TRAIN, RunContext, refuse_batches_without_memory
 from trainyard.train.run_state import build_state
-from trainyard.train.step import TrainState, compute_gradients, update_weights
+from trainyard.train.step import TrainState, compute_gradients, read_one_step, update_weights
 
 UNLIKELY_SHARE = 0.001
 """Of a host's memory: if the loader's buffers take less, the step is not predicted, which may take seconds.
@@ -89,7 +89,7 @@ def probe_memory(
         with _put_back(state, device):
             stream = loader.train(lambda epoch: tried, epoch=state.progress.epoch, start=index, micro_batch_size=size)
             with closing(stream):
-                _take_step(context, state, read_one_step(stream, state.progress.samples_seen, device), autocast)
+                _take_step(context, state, read_one_step(stream, state.progress, device), autocast)
         return size
 
     def predict(size: int) -> int:

@@ -30,9 +30,9 @@ It has `sample_id` (B,) int64, every column of the data set under its name (B,),
 - `Audio`: (B, N) float32 in [-1, 1), and `<name>_count` (B,) int64, the frames of the whole recording. N is
   `sound.frames`, and may be more in evaluation with sound.segments=sliding: see `average_segments`.
 
-In training it also has `samples_seen` () int64, the samples that the run used before this step, and, unless the module
-says `reads_noise = False`, `noise` (B, 32) float32 in [0, 1): a pure function of (seed, epoch, sample id), for
-augmentation that a job does on the device.
+In training it also has `epoch` () int64, from 0, `samples_seen` () int64, the samples that the run used before this
+step, and, unless the module says `reads_noise = False`, `noise` (B, 32) float32 in [0, 1): a pure function of (seed,
+epoch, sample id), for augmentation that a job does on the device.
 """
 
 Rows = dict[str, np.ndarray]
@@ -197,15 +197,20 @@ class TrainModule(nn.Module):
         raise NotImplementedError
 
     def predict(self, batch: Batch) -> dict[str, Tensor]:
-        """Return one row per sample, first axis B, including `sample_id` (B,) int64. Runs in inference mode."""
-        raise NotImplementedError
+        """Return one row per sample, first axis B, including `sample_id` (B,) int64. Runs in inference mode.
+
+        Default: the loss of `forward`, for families whose validation loss decides; the batch has no `noise` here.
+        """
+        sample_id = batch["sample_id"]
+        return {"loss": self(batch)["loss"].expand(len(sample_id)), "sample_id": sample_id}
 
     def score(self, rows: Rows) -> Mapping[str, float | str | Histogram]:
         """Turn the rows of one whole evaluation set into metrics. Runs once, on rank 0, on the host.
 
         Text and histograms are metrics that decide nothing: the run's report and TensorBoard show them.
+        Default: the mean loss, of the rows of the default `predict`.
         """
-        raise NotImplementedError
+        return {"loss": float(rows["loss"].mean())}
 
     def compute_intervals(self, rows: Rows) -> dict[str, float]:
         """Return the ends of the 95 % intervals of the metrics, as `scoring.Intervals.to_metrics` names them.

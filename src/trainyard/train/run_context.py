@@ -1,7 +1,7 @@
 """Decisions made before training starts, and their consequences: epoch order, number of steps, loader."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from trainyard.config.duration import Duration
 from trainyard.config.settings import TrainConfig, parse_monitor
 from trainyard.data import order
 from trainyard.data.host_memory import AvailableMemory, read_available_memory
-from trainyard.data.loader import Loader, MicroBatch
+from trainyard.data.loader import Loader
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.hardware import Precision
@@ -100,16 +100,6 @@ def describe_monitor(context: RunContext) -> dict[str, Any]:
     if context.module.baseline is not None and metric == context.module.monitor[0]:
         described["baseline"] = context.module.baseline
     return described
-
-
-def read_one_step(stream: Iterable[MicroBatch], samples_seen: int, device: torch.device) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of one optimizer step, each with the samples that the run used before it."""
-    samples_before_step = torch.tensor(samples_seen).to(device, non_blocking=True)
-    for micro_batch in stream:
-        micro_batch.batch["samples_seen"] = samples_before_step
-        yield micro_batch
-        if micro_batch.last:
-            return
 
 
 def make_loader(context: RunContext) -> Loader:

@@ -106,6 +106,16 @@ class StepResult:
     wait_s: float  # time spent waiting for data
 
 
+def read_one_step(stream: Iterable[MicroBatch], progress: Progress, device: torch.device) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of one optimizer step, each with the epoch and the samples that the run used before."""
+    epoch, samples_seen = torch.tensor([progress.epoch, progress.samples_seen]).to(device, non_blocking=True)
+    for micro_batch in stream:
+        micro_batch.batch.update(epoch=epoch, samples_seen=samples_seen)
+        yield micro_batch
+        if micro_batch.last:
+            return
+
+
 def train_step(
     state: TrainState,
     micro_batches: Iterable[MicroBatch],

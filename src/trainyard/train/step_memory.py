@@ -197,7 +197,8 @@ def read_template(loader: Loader, ids: np.ndarray) -> dict[str, Tensor]:
     with closing(loader.evaluate(ids, batch_size=2)) as stream:
         batch = dict(next(stream).batch)
     noise = torch.zeros(len(batch["sample_id"]), 32)
-    return batch | {"noise": noise, "samples_seen": torch.zeros((), dtype=torch.int64)}
+    start = torch.zeros((), dtype=torch.int64)
+    return batch | {"noise": noise, "epoch": start, "samples_seen": start}
 
 
 def list_axes(data: ShardSet, ids: np.ndarray, image: ImageSettings) -> dict[str, dict[int, int]]:

@@ -57,12 +57,11 @@ from trainyard.train.run_context import (
     compute_total_minutes,
     compute_total_steps,
     make_loader,
-    read_one_step,
 )
 from trainyard.train.run_state import prepare_state, refuse_misfit, wrap_model
 from trainyard.train.saver import Saver
 from trainyard.train.schedule import build_schedule
-from trainyard.train.step import StepResult, TrainState, train_step
+from trainyard.train.step import StepResult, TrainState, read_one_step, train_step
 from trainyard.train.stop import RuntimeLimit, Stop, StopFlag
 from trainyard.train.world import World
 
@@ -228,7 +227,7 @@ class Trainer:
         peeked: list[MicroBatch] = []
 
         def peek(most: int = 1) -> list[MicroBatch]:
-            step = read_one_step(stream, self.state.progress.samples_seen, context.device)
+            step = read_one_step(stream, self.state.progress, context.device)
             while len(peeked) < most and not (peeked and peeked[-1].last):
                 peeked.append(replace(next(step), wait_s=0.0))  # waited for already, while the meter is paused
             return peeked
@@ -261,7 +260,7 @@ class Trainer:
         buffers = hash_constant_buffers(self.state.module) if is_first else {}
         result = train_step(
             self.state,
-            self.meter.watch(self._touch_heartbeat(read_one_step(stream, progress.samples_seen, self.context.device))),
+            self.meter.watch(self._touch_heartbeat(read_one_step(stream, progress, self.context.device))),
             lr=self.schedule(self.state.progress.step),
             world_size=self.context.world.world_size,
             seed=self.config.seed * 1_000_003 + self.context.world.rank,
