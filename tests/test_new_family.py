@@ -163,10 +163,11 @@ def test_a_table_may_be_a_file_with_semicolons_and_decimal_commas_which_are_aske
 
 
 SCORE, LIST = 'compute_class_metrics(rows["logits"]', "files = list_labelled_files(raw, IMAGES)"
-SPLITS = "def splits(columns, vocabulary, config):\n    return {'train': np.arange(20), 'val': np.arange(9)}"
 BROKEN = {
     "packed data read back equal": {"pack": ("for file in files:\n", "for file in [*files, *files][3:-3]:\n")},
-    "sets share no sample": {"pack": ("def synthesize(", f"{SPLITS}\n\n\ndef synthesize(")},
+    "sets share no sample": {
+        "pack": ("find_sets(columns, vocabulary)", "find_sets(columns, vocabulary) | {'test': np.arange(9)}")
+    },
     "forward and predict return what training reads": {
         "module": ('return {"logits": self.network(batch["image"]).float(), ', 'return {"logits": batch["image"][1:], ')
     },

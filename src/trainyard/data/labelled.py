@@ -8,6 +8,7 @@ from pathlib import Path
 from trainyard.config.settings import HoldOutSettings
 from trainyard.data.raw import list_files
 from trainyard.data.splits import SETS as SETS
+from trainyard.data.splits import find_sets as find_sets
 from trainyard.errors import UserError
 from trainyard.text import find_nearest
 

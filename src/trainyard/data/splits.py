@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from trainyard.config.families import require_mapping
 from trainyard.config.settings import TrainConfig
@@ -39,12 +39,16 @@ def find_splits(pack: ModuleType, data: Samples, config: TrainConfig) -> "dict[s
     import numpy as np  # here: submitting loads this file, and must respond quickly
 
     where, count = f"{pack.__file__}: splits", data.count
-    named: Mapping[str, Any]
-    if (split := getattr(pack, "splits", None)) is None:
-        named = _find_sets(pack, data)
+    if hasattr(pack, "splits"):
+        returned = pack.splits(data.columns, data.vocabulary, config)
+        named = require_mapping(pack.splits, returned, "the sample ids of each set, (n,) int64, by its name")
+    elif _SET in data.vocabulary:
+        named = find_sets(data.columns, data.vocabulary)
     else:
-        returned = split(data.columns, data.vocabulary, config)
-        named = require_mapping(split, returned, "the sample ids of each set, (n,) int64, by its name")
+        raise ContractError(
+            f"{pack.__file__}: expected splits(columns, vocabulary, config), or a text column '{_SET}' of each sample: "
+            f"{', '.join(SETS)}. It has neither."
+        )
     splits = {name: np.asarray(ids) for name, ids in named.items()}
     if _TRAIN not in splits:
         raise ContractError(f"{where}: expected a set 'train', found {join_names(list(splits)) or 'none'}.")
@@ -70,16 +74,16 @@ def find_splits(pack: ModuleType, data: Samples, config: TrainConfig) -> "dict[s
     return {name: ids.astype(np.int64, copy=False) for name, ids in splits.items()}
 
 
-def _find_sets(pack: ModuleType, data: Samples) -> "dict[str, np.ndarray]":
+def find_sets(columns: "Mapping[str, np.ndarray]", vocabulary: Mapping[str, list[str]]) -> "dict[str, np.ndarray]":
+    """Return the sample ids of each set, from the text column `set`.
+
+    Raises:
+        UserError: there is no validation set, which selects the best checkpoint.
+    """
     import numpy as np
 
-    if _SET not in data.vocabulary:
-        raise ContractError(
-            f"{pack.__file__}: expected splits(columns, vocabulary, config), or a text column '{_SET}' of each sample: "
-            f"{', '.join(SETS)}. It has neither."
-        )
-    names = np.array(data.vocabulary[_SET])[data.columns[_SET]]
-    ids_by_set = {name: np.flatnonzero(names == name) for name in SETS if name in data.vocabulary[_SET]}
+    names = np.array(vocabulary[_SET])[columns[_SET]]
+    ids_by_set = {name: np.flatnonzero(names == name) for name in SETS if name in vocabulary[_SET]}
     if "val" not in ids_by_set:
         raise UserError(
             f"{len(names)} samples, and none of them in the validation set, which selects the best checkpoint. "

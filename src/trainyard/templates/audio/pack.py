@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import soundfile
 
-from trainyard.data.labelled import LabelledFile, assign_sets, find_class, list_labelled_files
+from trainyard.data.labelled import LabelledFile, assign_sets, find_class, find_sets, list_labelled_files
 from trainyard.data.raw import SOUNDS, list_named
 from trainyard.data.shards import Audio, BadRecord, Loaded, Sample
 from trainyard.data.sounds import convert_to_pcm, read_sound
@@ -83,6 +83,13 @@ def load(path: Path, artifacts: Mapping[str, str] | None = None, *, rate_hz: int
 
         wave = resample_poly(wave, rate_hz // divisor, own_hz // divisor)
     return {"wave": Audio(convert_to_pcm(wave))}
+
+
+def splits(
+    columns: Mapping[str, np.ndarray], vocabulary: Mapping[str, list[str]], config: Config
+) -> dict[str, np.ndarray]:
+    """Return the sample ids of "train", "val" and "test", as packed."""
+    return find_sets(columns, vocabulary)
 
 
 def synthesize(raw: Path, count: int, seed: int) -> None:

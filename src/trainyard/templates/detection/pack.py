@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from trainyard.data.coco import explain_lost_boxes, read_annotations
-from trainyard.data.labelled import SETS, assign_sets
+from trainyard.data.labelled import SETS, assign_sets, find_sets
 from trainyard.data.raw import IMAGES, find_listed, list_files, list_named
 from trainyard.data.shards import BadRecord, Loaded, Ragged, Sample
 from trainyard.data.write_shard import read_image
@@ -112,6 +112,13 @@ def _read_upright(path: Path) -> tuple[bytes, tuple[int, int]]:
     if image.getexif().get(0x0112, 1) != 1:
         raise BadRecord("the file says that it is rotated, and boxes may be meant either way: rotate its pixels")
     return data, image.size
+
+
+def splits(
+    columns: Mapping[str, np.ndarray], vocabulary: Mapping[str, list[str]], config: Config
+) -> dict[str, np.ndarray]:
+    """Return the sample ids of "train", "val" and "test", as packed."""
+    return find_sets(columns, vocabulary)
 
 
 def list_images(raw: Path) -> list[Listed]:

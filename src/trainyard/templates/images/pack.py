@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from trainyard.data.labelled import LabelledFile, assign_sets, find_class, list_labelled_files
+from trainyard.data.labelled import LabelledFile, assign_sets, find_class, find_sets, list_labelled_files
 from trainyard.data.raw import IMAGES, list_named
 from trainyard.data.shards import Loaded, Sample
 from trainyard.data.write_shard import read_image
@@ -65,6 +65,13 @@ def load(path: Path, artifacts: Mapping[str, str] | None = None) -> Loaded:
         BadRecord: it is not a complete image.
     """
     return {"image": read_image(path)[0]}
+
+
+def splits(
+    columns: Mapping[str, np.ndarray], vocabulary: Mapping[str, list[str]], config: Config
+) -> dict[str, np.ndarray]:
+    """Return the sample ids of "train", "val" and "test", as packed."""
+    return find_sets(columns, vocabulary)
 
 
 def synthesize(raw: Path, count: int, seed: int) -> None:

@@ -13,7 +13,7 @@ from loguru import logger
 
 from trainyard import foreign
 from trainyard.data.amounts import MARKS, AmountReader, parse_number
-from trainyard.data.labelled import SETS, assign_sets
+from trainyard.data.labelled import SETS, assign_sets, find_sets
 from trainyard.data.raw import list_files
 from trainyard.data.shards import BadRecord, Loaded, Sample
 from trainyard.errors import UserError
@@ -143,6 +143,13 @@ def load(row: Row, fault: str, artifacts: Mapping[str, str], *, decimal_mark: st
         numbers += [0.0 if value is None else (value - mean) / std, float(value is None)]
     codes = [1 + values.index(row[name]) if row[name] in values else 0 for name, values in scaling.categories.items()]
     return {"numbers": np.array(numbers or [0.0], np.float32), "categories": np.array(codes or [0], np.int64)}
+
+
+def splits(
+    columns: Mapping[str, np.ndarray], vocabulary: Mapping[str, list[str]], config: Config
+) -> dict[str, np.ndarray]:
+    """Return the sample ids of "train", "val" and "test", as packed."""
+    return find_sets(columns, vocabulary)
 
 
 def synthesize(raw: Path, count: int, seed: int) -> None:
