@@ -42,6 +42,7 @@ def test_the_first_step_at_the_target_counts_and_twice_the_run_if_there_is_none(
     found = read_reached(LOWER, lines)
     assert (found["test"], found["val"], found["steps_to_target"]) == (0.25, 0.09, 20)
     assert read_reached(Demo("a", "eer", 0.01, "1ep"), lines)["steps_to_target"] == 60
+    assert read_reached(LOWER, lines[:-1])["test"] == 0.2, "a demo without a test set"
 
 
 @pytest.mark.long
