@@ -83,7 +83,9 @@ class GPT(TrainModule):
     ) -> Callable[[int], float]:
         """Return linear warm-up, a plateau, and linear decay (Hu et al. 2024, arXiv:2404.06395)."""
         if total_steps is None:
-            raise UserError("the schedule decays at the end of the run: max_duration counts epochs or steps here")
+            raise UserError(
+                "max_duration is a time, but the schedule decays at the end: write max_duration=20ep, or 2000st"
+            )
         warmup = max(1, Duration.parse(config.schedule.warmup).to_steps(steps_per_epoch))
         decay = max(1, round(DECAY_SHARE * total_steps))
         return lambda step: min(1.0, (step + 1) / warmup, (total_steps - step) / decay)
