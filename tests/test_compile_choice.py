@@ -2,10 +2,13 @@
 
 import os
 import stat
+import subprocess
+import sys
 import time
 
 import pytest
 
+from tests.images import make_import_environ
 from tests.training import FAMILIES, new_run, train
 from trainyard.errors import UserError
 from trainyard.hardware import explain_missing_compiler
@@ -85,6 +88,41 @@ def test_without_a_lasting_scratch_compiled_code_is_kept_in_the_users_cache(tmp_
     for attempt in ("987654321-0", "local-5"):
         folder, _ = choose(environ | {"TRAINYARD_SCRATCH": str(longer)}, attempt=attempt)
         assert folder.is_relative_to(longer)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(explain_missing_compiler(None, os.environ)), reason="there is no C++ compiler here")
+def test_a_run_keeps_compiled_code_in_the_users_cache_although_torch_exports_another_folder(tmp_path):
+    run = new_run(tmp_path, "compile=on", "max_duration=1st")
+    unset = ("TRAINYARD_SCRATCH", *CACHE_VARIABLES)
+    environ = {name: value for name, value in make_import_environ().items() if name not in unset}
+    environ |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TORCHDYNAMO_DISABLE": "1"}  # compiling takes a minute
+    command = [sys.executable, "-m", "trainyard", "resume", str(run), "--jobs", str(FAMILIES)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    cache = read_env(run)["choices"]["compile_cache"]
+    assert cache["value"].startswith(f"{tmp_path}/cache/trainyard/compiled/")
+    assert cache["reason"] == "in this user's cache: no TRAINYARD_SCRATCH"
+
+
+def test_a_file_system_that_runs_no_code_is_refused_for_compiled_code(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "noexec,size=1m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    try:
+        for environ in (
+            {"TRAINYARD_SCRATCH": str(disk)},
+            {"XDG_CACHE_HOME": str(disk)},
+            {CACHE_VARIABLES[0]: f"{disk}/x"},
+        ):
+            with pytest.raises(
+                UserError, match=f"^{disk}/.*: .* runs no code from there \\(noexec\\).*--tmpfs /tmp:exec"
+            ):
+                choose(environ)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.mark.parametrize("place", ["", "compiled", "stated"])

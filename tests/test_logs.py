@@ -10,6 +10,7 @@ import pytest
 from tests.run_folders import NOW, RunFolder
 from tests.training import new_run, train
 from tests.waiting import wait_until
+from trainyard.runs import logs
 from trainyard.runs.logs import follow, show
 
 
@@ -92,6 +93,35 @@ def test_following_a_log_continues_through_attempts_and_ends_with_the_run(folder
     follower.join(30)
     assert not follower.is_alive()
     assert [line for line in lines if line.startswith("attempt")] == ["attempt 0", "attempt 1"]
+
+
+def test_a_follower_asks_slurm_once_a_minute_while_the_run_waits_and_never_while_its_heart_beats(
+    folder, tmp_path, monkeypatch
+):
+    answers = {"sbatch": "", "scontrol": "Slurmctld(primary) at x is UP\nClusterName = lab"}
+    answers["squeue"] = "ID|STATE|RESTARTS|NODES|REASON\n12|PENDING|0||Resources"
+    for name, answer in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >>{tmp_path}/calls\n/bin/cat <<'END'\n{answer}\nEND\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(logs, "_READ_INTERVAL_S", 0.05)
+    monkeypatch.setattr(logs, "_LOOK_INTERVAL_S", 0.0)  # at each reading: as after 5 s
+    lines: list[str] = []
+    follower = threading.Thread(target=logs.follow, args=(folder.run, lines.append), daemon=True)
+    follower.start()
+    wait_until(lambda: any("waiting" in line for line in lines), "the line that says that it waits")
+    for number in range(6):
+        if number == 3:
+            folder.begin(time.time())
+            folder.write_heartbeat(time.time())
+            wait_until(lambda: any("running" in line for line in lines), "the line that says that it runs")
+        with (folder.run / "log").open("a") as file:
+            file.write(f"step {number}\n")
+        wait_until(lambda: f"step {number}" in lines, "the next reading")  # noqa: B023
+    folder.add_event(time.time(), "done", 100)
+    follower.join(30)
+    assert not follower.is_alive()
+    assert (tmp_path / "calls").read_text().split() == ["scontrol", "scontrol", "squeue"]
 
 
 @pytest.mark.slow

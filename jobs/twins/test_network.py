@@ -11,10 +11,10 @@ from .network import DualCrossAttention, compute_rollout, draw_random_partners, 
 
 
 def test_pair_wise_attention_with_the_image_itself_is_self_attention() -> None:
-    network = make_network().eval()
-    tokens = network(make_faces(5), torch.arange(5))
-    torch.testing.assert_close(tokens.pwca_BD, tokens.sa_BD, rtol=0, atol=2e-6)  # fp32 sums over 2N instead of N terms
-    other = network(make_faces(5), draw_random_partners(5, torch.device("cpu")))
+    network, faces = make_network().eval().double(), make_faces(5).double()
+    tokens = network(faces, torch.arange(5))
+    torch.testing.assert_close(tokens.pwca_BD, tokens.sa_BD, rtol=0, atol=1e-13)  # sums over 2N instead of N terms
+    other = network(faces, draw_random_partners(5, torch.device("cpu")))
     assert not torch.allclose(other.pwca_BD, tokens.sa_BD, atol=0.01)
     assert torch.equal(other.sa_BD, tokens.sa_BD)
 

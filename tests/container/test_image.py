@@ -61,12 +61,17 @@ def test_training_in_it_gives_the_bits_of_an_environment_that_leaves_nothing_out
 
 
 def test_it_has_the_libraries_with_which_nccl_reaches_infiniband(image: Image):
+    """That they find an adapter, and NCCL its plugins, shows only where there is one."""
     printed = image.python(
-        "import ctypes; from pathlib import Path\n"
+        "import ctypes, json; from pathlib import Path\n"
         "for name in ('libibverbs.so.1', 'librdmacm.so.1'): ctypes.CDLL(name)\n"
-        "print(sorted(path.name for path in Path('/usr/lib').glob('*/libibverbs/*.so')))"
+        "drivers = sorted(Path('/usr/lib').glob('*/libibverbs/*.so'))\n"
+        "for path in drivers: ctypes.CDLL(path)\n"
+        "listed = [path.read_text().split()[1] for path in Path('/etc/libibverbs.d').iterdir()]\n"
+        "print(json.dumps([sorted(listed), sorted(path.name[3:].split('-rdmav')[0] for path in drivers)]))"
     )
-    assert "libmlx5-rdmav" in printed
+    listed, found = json.loads(printed)
+    assert listed == found and {"mlx4", "mlx5", "efa"} <= set(found)
 
 
 def test_it_runs_as_any_user_without_network_and_read_only(image: Image):

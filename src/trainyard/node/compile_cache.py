@@ -27,10 +27,10 @@ def choose_cache(environ: Mapping[str, str], *, card: str | None, torch_version:
         attempt: `read_attempt_id`.
 
     Raises:
-        UserError: others can write to it, or it cannot be created.
+        UserError: others can write to it, it cannot be created, or it is mounted noexec.
     """
     if stated := environ.get(CACHE_VARIABLES[0]):
-        return Choice(make_own_folder(Path(stated)), f"{CACHE_VARIABLES[0]} in the environment")
+        return Choice(_make_folder(Path(stated)), f"{CACHE_VARIABLES[0]} in the environment")
     if fault := _explain_unusable_scratch(environ.get(_SCRATCH), attempt):
         base, reason = _make_user_cache(environ), f"in this user's cache: {fault}"
     else:
@@ -38,7 +38,18 @@ def choose_cache(environ: Mapping[str, str], *, card: str | None, torch_version:
     device = card or f"cpu {describe_cpu(Path('/proc/cpuinfo').read_text())}"
     python = f"python-{sys.version_info.major}.{sys.version_info.minor}"
     name = re.sub(r"[^a-z0-9.+]+", "-", f"{device} torch-{torch_version} {python}".lower()).strip("-")
-    return Choice(make_own_folder(make_own_folder(base / "compiled") / name), reason)
+    return Choice(_make_folder(make_own_folder(base / "compiled") / name), reason)
+
+
+def _make_folder(path: Path) -> Path:
+    """Return a folder that only this user can write to, created if missing, on a file system that runs code."""
+    if os.statvfs(make_own_folder(path)).f_flag & os.ST_NOEXEC:
+        raise UserError(
+            f"{path}: compiled code is kept here, and the system runs no code from there (noexec). Mount it with exec, "
+            f"such as docker run --tmpfs /tmp:exec, name another folder (export {CACHE_VARIABLES[0]}=FOLDER), or train "
+            "with compile=off."
+        )
+    return path
 
 
 def _explain_unusable_scratch(scratch: str | None, attempt: str) -> str:

@@ -139,7 +139,8 @@ def execute(
     )
     failure: BaseException | None = None
     with StopFlag(notes.write_signal) as stop, watchdog:  # before torch is imported: a warning may come early
-        rank = RankContext(run, jobs_dir, world, heartbeat, watchdog, stop, notes, environ, started)
+        # A copy: torch's imports export variables such as TORCHINDUCTOR_CACHE_DIR, which nobody stated.
+        rank = RankContext(run, jobs_dir, world, heartbeat, watchdog, stop, notes, dict(environ), started)
         if not only_packs:
             _load_torch()
         while True:
