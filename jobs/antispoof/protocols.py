@@ -114,7 +114,7 @@ def read_trials(path: Path) -> list[Trial]:
             listed.append(parse(words))
         except ValueError as error:
             raise UserError(f"{path}, line {number}: {error} in '{' '.join(words)}'. Fix or remove the line.") from None
-    _refuse_duplicates(path, [trial.utterance for trial in listed])
+    _check_unique(path, [trial.utterance for trial in listed])
     return listed
 
 
@@ -263,7 +263,7 @@ def read_csv_trials(path: Path, bonafide_label: str | None, *, name_column: str 
         cell = {name: value.strip() for name, value in row.items()}
         if any(cell.values()):
             listed.append(_parse_row(f"{path}, line {number}", cell, cell[name_column], bonafide_label))
-    _refuse_duplicates(path, [trial.path for trial in listed])
+    _check_unique(path, [trial.path for trial in listed])
     return listed
 
 
@@ -299,7 +299,7 @@ def _is_header(first: list[str], second: Sequence[str] = ()) -> bool:
     return len(first) == len(second) >= 5 and not keys & set(first) and bool(keys & set(second))
 
 
-def _refuse_duplicates(path: Path, names: Sequence[str]) -> None:
+def _check_unique(path: Path, names: Sequence[str]) -> None:
     for name, count in Counter(names).items():
         if count > 1:
             raise UserError(f"{path}: '{name}' is listed twice. Remove one of its lines.")
@@ -390,7 +390,7 @@ def _find_label_lists(raw: Path, base: Path, bonafide_label: str) -> Iterator[Ut
         if not any(name in files for _, (name, _) in own):
             continue  # a list of something else, or its recordings are next to it, in the folder above
         part = next((part for word, part in _PARTS.items() if word in path.stem.lower()), "")
-        _refuse_duplicates(path, [words[0] for _, words in own])
+        _check_unique(path, [words[0] for _, words in own])
         for number, (name, label) in own:
             bonafide = _parse_label(f"{path}, line {number}", label, bonafide_label)
             places = files.get(name, [])

@@ -67,7 +67,7 @@ def list_prints(raw: Path, packing: PackingSettings) -> Listing:
     for path in other if packing.minutiae == "files" else ():
         if _read_suffix(path) in MINUTIA_SUFFIXES:
             note_read(raw / path)
-    _refuse_repeated_impressions(raw, listing.prints)
+    _check_unique_impressions(raw, listing.prints)
     dpi_of_sets = _match_dpi(packing.dpi_of_sets, sorted({file.set for file in listing.prints}))
     explicit = listing.source == INDEX_CSV  # a cell is closer to the print than an option for its set
     listing.prints = [
@@ -211,7 +211,7 @@ def _choose_layout(raw: Path, images: Sequence[str], packing: PackingSettings) -
             f"{raw}: whose prints are these? {' '.join(choices)} If the plain reading is right, type "
             f"packing.layout=sets. If none is, write an {INDEX_CSV}: {README}."
         )
-    _refuse_shared_names(raw, images)
+    _check_unique_names(raw, images)
     _ask_for_year(raw, images, stated)
     return SETS
 
@@ -293,7 +293,7 @@ def _compare_readings(
     return ""
 
 
-def _refuse_shared_names(raw: Path, images: Iterable[str]) -> None:
+def _check_unique_names(raw: Path, images: Iterable[str]) -> None:
     """Refuse two folders with a finger of the same name, unless they are FVC's, whose fingers are known to differ."""
     owners: dict[str, tuple[str, str]] = {}  # finger -> folder and path
     for path in images:
@@ -309,7 +309,7 @@ def _refuse_shared_names(raw: Path, images: Iterable[str]) -> None:
             )
 
 
-def _refuse_repeated_impressions(raw: Path, prints: Iterable[Print]) -> None:
+def _check_unique_impressions(raw: Path, prints: Iterable[Print]) -> None:
     seen: dict[tuple[str, str, int], str] = {}
     for file in prints:
         other = seen.setdefault((file.set, file.finger, file.impression), file.path)

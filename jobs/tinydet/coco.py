@@ -16,9 +16,9 @@ from trainyard.data.coco import (
     Id,
     ImageEntry,
     ObjectEntry,
+    check_category_ids,
     explain_lost_boxes,
     read_annotations,
-    refuse_mixed_categories,
 )
 from trainyard.errors import UserError
 from trainyard.foreign import note_read
@@ -193,7 +193,7 @@ def _join_categories(contents: Sequence[tuple[AnnotationFile, Annotations]]) -> 
                     f"{file.path}: category {entry.id} is '{entry.name}', but in another file it is {other}. Give each "
                     "category the same id and the same name in all files."
                 )
-        refuse_mixed_categories(file.path, names)
+        check_category_ids(file.path, names)
     return names
 
 

@@ -189,7 +189,7 @@ def describe_value(value: Any) -> str:
 
 
 @contextmanager
-def refuse_own_randomness(where: str, instead: str) -> Iterator[None]:
+def forbid_own_randomness(where: str, instead: str) -> Iterator[None]:
     """Refuse a block of a family's code that draws from Python's or NumPy's own random state, which no run seeds.
 
     Args:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainyard.choice import Choice
 from trainyard.cluster.description import format_minutes
-from trainyard.cluster.options import choose_options, keep_options
+from trainyard.cluster.options import choose_options, merge_options
 from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import Seen, find_packed, is_packed, measure_raw, packs_the_same
 from trainyard.plan.make_plan import choose_time
@@ -106,7 +106,7 @@ def _make_plan(plan: Plan, hw: str, jobs_dir: Path, seen: Seen) -> Plan:
         cores_per_gpu=cores,
         memory_gib_per_gpu=-(-node_gib * cores // node_cores),
     )
-    stated = keep_options(plan.stated, same_nodes=False, stated={})
+    stated = merge_options(plan.stated, same_nodes=False, stated={})
     return replace(
         plan,
         hw=hw,

@@ -81,7 +81,7 @@ def save(
             it (full, quota, I/O error). Older checkpoints are then untouched.
     """
     assert step >= 0, step
-    _refuse_unsafe(state)
+    _check_loads_safely(state)
     needed = count_tensor_bytes(state)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -419,7 +419,7 @@ def _walk_leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
         yield where, value
 
 
-def _refuse_unsafe(state: State) -> None:
+def _check_loads_safely(state: State) -> None:
     """Raise for what torch.load(weights_only=True) would refuse, while it can still be corrected.
 
     Types are compared exactly: a numpy float is a subclass of float and pickles as numpy.

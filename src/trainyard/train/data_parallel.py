@@ -142,7 +142,7 @@ def hash_constant_buffers(module: nn.Module) -> dict[str, str]:
     return {name: hashlib.sha256(values.numpy().tobytes()).hexdigest() for name, values in flat.items()}
 
 
-def refuse_differing_buffers(module: nn.Module, before: Mapping[str, str]) -> None:
+def check_buffers_agree(module: nn.Module, before: Mapping[str, str]) -> None:
     """Refuse a module whose buffers a step has changed to other values on each rank. Every rank takes part.
 
     Args:
