@@ -188,16 +188,22 @@ def assign_folds(found: Sequence[Utterance], *, count: int) -> list[Utterance]:
     Groups of the same classes go to the folds in turn: a class in two groups is in two folds.
     """
     training = [utterance for utterance in found if utterance.set == TRAIN]
-    speakers = {label: {one.speaker for one in training if one.bonafide == label} for label in (True, False)}
+    speakers = {
+        label: {utterance.speaker for utterance in training if utterance.bonafide == label} for label in (True, False)
+    }
     by_speaker = all(len(names) > 1 and "" not in names for names in speakers.values() if names)
     groups: dict[str, list[bool]] = {}
-    for one in training:
-        groups.setdefault(one.speaker if by_speaker else _name_original(one), []).append(one.bonafide)
+
+    def name_group(utterance: Utterance) -> str:
+        return utterance.speaker if by_speaker else _name_original(utterance)
+
+    for utterance in training:
+        groups.setdefault(name_group(utterance), []).append(utterance.bonafide)
     order = sorted(groups, key=lambda name: (sum(groups[name]) / len(groups[name]), name))
     fold = {name: 1 + place % count for place, name in enumerate(order)}
     return [
-        replace(one, fold=fold[one.speaker if by_speaker else _name_original(one)]) if one.set == TRAIN else one
-        for one in found
+        replace(utterance, fold=fold[name_group(utterance)]) if utterance.set == TRAIN else utterance
+        for utterance in found
     ]
 
 
@@ -447,7 +453,7 @@ READERS: tuple[Callable[[Path, Path, str], Iterator[Utterance]], ...] = (
 def _match_trials(raw: Path, listed: Sequence[Trial], folder: Path, set_name: str) -> Iterator[Utterance]:
     """Yield the utterances that a protocol lists, each phase of 2021 as its own set; lists the folder only once."""
     entries = list_folder(folder) if folder.is_dir() else ()
-    sounds = [Path(one.name) for one in entries if Path(one.name).suffix.lower() in SOUNDS]
+    sounds = [Path(entry.name) for entry in entries if Path(entry.name).suffix.lower() in SOUNDS]
     present = {compose_letters(sound.stem): sound.name for sound in sounds}
     for trial in listed:
         if trial.bonafide is None:

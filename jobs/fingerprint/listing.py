@@ -55,16 +55,16 @@ def list_prints(raw: Path, packing: PackingSettings) -> Listing:
             another resolution; no file is an image; two files are the same impression; or `packing.dpi_of_sets` does
             not fit.
     """
-    images, other = _find_files(raw)
-    if other and not images:
-        raise UserError(f"{raw}: expected images ({' '.join(sorted(SUFFIXES))}), found {count_by_suffix(other)}.")
+    images, other_files = _find_files(raw)
+    if other_files and not images:
+        raise UserError(f"{raw}: expected images ({' '.join(sorted(SUFFIXES))}), found {count_by_suffix(other_files)}.")
     if (raw / INDEX_CSV).is_file():
         listing = _list_by_index(raw, images, packing)
     elif packing.layout == "auto":
         listing = _list_by_name(images, _choose_layout(raw, images, packing))
     else:
         listing = _list_by_name(images, _place(NAMED[packing.layout], raw))
-    for path in other if packing.minutiae == "files" else ():
+    for path in other_files if packing.minutiae == "files" else ():
         if _read_suffix(path) in MINUTIA_SUFFIXES:
             note_read(raw / path)
     _check_unique_impressions(raw, listing.prints)
@@ -277,18 +277,19 @@ def _compare_readings(
     name_of: dict[str, str] = {}
     for path, reading in public.items():
         start = f"The names fit {layout.title} (packing.layout={layout.name}), where {path} is"
-        other = plain[path]
+        as_plain = plain[path]
         if reading is None:
             return f"{start} an image of several fingers or a palm."
         start = f"{start} impression {reading.impression} of finger {reading.finger}"
-        if other is None:
+        if as_plain is None:
             return f"{start}; it is no <finger>_<impression>."
-        finger = finger_of.setdefault(other.finger, reading.finger)
-        name = name_of.setdefault(reading.finger, other.finger)
-        if finger != reading.finger or name != other.finger:
-            return f"{start}; as <finger>_<impression> it is impression {other.impression} of finger {other.finger}."
+        finger = finger_of.setdefault(as_plain.finger, reading.finger)
+        name = name_of.setdefault(reading.finger, as_plain.finger)
+        if finger != reading.finger or name != as_plain.finger:
+            print_name = f"impression {as_plain.impression} of finger {as_plain.finger}"
+            return f"{start}; as <finger>_<impression> it is {print_name}."
         if reading.dpi and dpi[path] not in (0, reading.dpi):
-            option = format_override("packing.dpi_of_sets", [f"{escape(other.set) or '*'}:{reading.dpi}"])
+            option = format_override("packing.dpi_of_sets", [f"{escape(as_plain.set) or '*'}:{reading.dpi}"])
             return f"{start} at {reading.dpi} dpi, but packing.dpi={dpi[path]}. To state that alone, type {option}."
     return ""
 
@@ -300,10 +301,10 @@ def _check_unique_names(raw: Path, images: Iterable[str]) -> None:
         reading = SESSIONS.read(_cut_suffix(path))
         if reading is None or _place(FVC, raw).read(_cut_suffix(path)):
             continue
-        folder, other = owners.setdefault(reading.finger, (reading.set, path))
+        folder, earlier = owners.setdefault(reading.finger, (reading.set, path))
         if folder != reading.set:
             raise UserError(
-                f"{raw}: {other} and {path} have a finger of the same name. Is it one finger? Then type "
+                f"{raw}: {earlier} and {path} have a finger of the same name. Is it one finger? Then type "
                 f"packing.layout=sessions. Are these two fingers? Then type packing.layout=sets. If some folders share "
                 f"their fingers and others do not, write an {INDEX_CSV}: {README}."
             )
@@ -312,10 +313,10 @@ def _check_unique_names(raw: Path, images: Iterable[str]) -> None:
 def _check_unique_impressions(raw: Path, prints: Iterable[Print]) -> None:
     seen: dict[tuple[str, str, int], str] = {}
     for file in prints:
-        other = seen.setdefault((file.set, file.finger, file.impression), file.path)
-        if other != file.path:
+        earlier = seen.setdefault((file.set, file.finger, file.impression), file.path)
+        if earlier != file.path:
             raise UserError(
-                f"{raw}: {other} and {file.path} are both impression {file.impression} of finger {file.finger}"
+                f"{raw}: {earlier} and {file.path} are both impression {file.impression} of finger {file.finger}"
                 f"{f' in set {file.set}' if file.set else ''}: the same print twice makes scores too good. Remove one, "
                 f"or tell them apart in an {INDEX_CSV}: {README}."
             )

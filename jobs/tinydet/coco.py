@@ -188,9 +188,9 @@ def _join_categories(contents: Sequence[tuple[AnnotationFile, Annotations]]) -> 
         for entry in content.categories:
             name, number = names.setdefault(entry.id, entry.name), ids.setdefault(entry.name, entry.id)
             if (name, number) != (entry.name, entry.id):
-                other = f"{entry.id} '{name}'" if name != entry.name else f"{number} '{entry.name}'"
+                known = f"{entry.id} '{name}'" if name != entry.name else f"{number} '{entry.name}'"
                 raise UserError(
-                    f"{file.path}: category {entry.id} is '{entry.name}', but in another file it is {other}. Give each "
+                    f"{file.path}: category {entry.id} is '{entry.name}', but in another file it is {known}. Give each "
                     "category the same id and the same name in all files."
                 )
         check_category_ids(file.path, names)

@@ -204,8 +204,8 @@ def forbid_own_randomness(where: str, instead: str) -> Iterator[None]:
     before = random.getstate(), pickle.dumps(np.random.get_state())
     yield
     after = random.getstate(), pickle.dumps(np.random.get_state())
-    for name, one, other in zip(("Python's random", "numpy.random"), before, after, strict=True):
-        if one != other:
+    for name, state, state_after in zip(("Python's random", "numpy.random"), before, after, strict=True):
+        if state != state_after:
             raise ContractError(f"{where} draws from {name}, whose state no run seeds or saves. Use {instead}.")
 
 

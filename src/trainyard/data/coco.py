@@ -98,7 +98,7 @@ def read_annotations(path: Path) -> Annotations:
     check_category_ids(path, categories)
     for name, count in Counter(categories.values()).items():
         if count > 1:
-            ids = ", ".join(repr(number) for number, other in categories.items() if other == name)
+            ids = ", ".join(repr(number) for number, category in categories.items() if category == name)
             raise UserError(
                 f"{path}: the categories {ids} are all called '{name}', so their objects would train as {count} "
                 "classes and be scored as one. Give them one id, or different names."

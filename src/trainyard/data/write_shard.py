@@ -254,13 +254,13 @@ def _check_loaded(sample: Sample, loaded: Any, first: Loaded) -> None:
                 f"{where}: '{name}' is {kind}; expected an image's bytes, Mask of (H, W) uint8, a NumPy array of "
                 "numbers, Ragged, Audio, a number or text."
             )
-        other = first.get(name, value)
-        if isinstance(value, np.ndarray) and isinstance(other, np.ndarray) and value.shape != other.shape:
+        example = first.get(name, value)
+        if isinstance(value, np.ndarray) and isinstance(example, np.ndarray) and value.shape != example.shape:
             raise ContractError(
-                f"{where}: '{name}' has the shape {value.shape}, and of the first {other.shape}. Wrap arrays that vary "
-                "in their first axis: Ragged(array); in their first two: Ragged(array, varying_axes=2)"
+                f"{where}: '{name}' has the shape {value.shape}, and of the first {example.shape}. Wrap arrays that "
+                "vary in their first axis: Ragged(array); in their first two: Ragged(array, varying_axes=2)"
             )
-        if form != (of_first := _describe_form(other)):
+        if form != (of_first := _describe_form(example)):
             raise ContractError(f"{where}: '{name}' is {form}, and of the first {of_first}. All samples need the same.")
 
 

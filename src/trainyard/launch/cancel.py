@@ -91,7 +91,7 @@ def _find_unwanted_packing(cancelled: Sequence[Path]) -> dict[Path, str]:
             continue
         sweep = sweep_file.load(str(folder.parents[1]), folder.parents[3])
         others = (read_run(element.run) for element in sweep.elements if element.run not in cancelled)
-        if not any(snapshot.slurm_job_id in other.slurm_job_ids for other in others):
+        if not any(snapshot.slurm_job_id in kept.slurm_job_ids for kept in others):
             jobs[folder] = snapshot.slurm_job_id
     return jobs
 

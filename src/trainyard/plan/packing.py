@@ -85,7 +85,7 @@ def choose_shared_packing(
     first, *others = [config for config in configs if not is_packed(config)] or configs[:1]
     choice = choose_packing(replace(plan, config=first), jobs_dir, code=code)
     has_data = first.data.path or first.data.synthetic
-    if has_data and not all(packs_the_same(first, other) for other in others):
+    if has_data and not all(packs_the_same(first, config) for config in others):
         return PackingChoice(
             None, Choice(_IN_THE_RUN, "the runs of this sweep do not all train on the same packed data")
         )

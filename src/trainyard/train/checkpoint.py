@@ -456,10 +456,10 @@ def _require_room(directory: Path, needed: int) -> None:
 def _merge_weights(path: Path, model: Mapping[str, Any], averaged: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return contiguous tensors that share no memory, as safetensors requires."""
     stray = sorted(averaged.keys() - model.keys())
-    other = [name for name, value in model.items() if not isinstance(value, torch.Tensor)]
-    if not model or stray or other:
+    non_tensors = [name for name, value in model.items() if not isinstance(value, torch.Tensor)]
+    if not model or stray or non_tensors:
         fault = f"'ema' has {stray[0]}, which 'model' lacks" if stray else "'model' is empty or missing"
-        fault = f"'model' has {other[0]}, which is not a tensor" if other else fault
+        fault = f"'model' has {non_tensors[0]}, which is not a tensor" if non_tensors else fault
         raise CheckpointError(f"{path}: not exported: expected state['model'] to hold all weights, but {fault}.")
     merged = {**model, **averaged}
     return {name: w.detach().clone(memory_format=torch.contiguous_format) for name, w in merged.items()}
