@@ -168,7 +168,7 @@ def draw_command() -> str:
     boxes, arrows, notes = stack(COMMAND, 222)
     begin, requeue = boxes[1], boxes[-2]
     arrows.append(f"M{PAD} {requeue.y + 20}H3V{begin.y + 20}H{PAD - 1}")
-    return draw("The way of a command", boxes, arrows, notes)
+    return draw("From a command to a Slurm job", boxes, arrows, notes)
 
 
 def draw_states() -> str:
@@ -239,7 +239,7 @@ def draw_states() -> str:
 def draw_all() -> dict[str, str]:
     """Return each diagram by the name of its file in docs/."""
     return {
-        "image.svg": draw("The way of an image", *stack(IMAGE, WIDTH - 2 * PAD)),
+        "image.svg": draw("From a file to a batch", *stack(IMAGE, WIDTH - 2 * PAD)),
         "command.svg": draw_command(),
         "states.svg": draw_states(),
     }

@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.training import FAMILIES, find_differences, load_state, read_run_metrics
 from trainyard.cli import main
-from trainyard.config.compose import thaw
+from trainyard.config.compose import load_config
 
 PARTS = {
     "lock": (r"/\.lock\.\w+$|/lock$", 0),
@@ -117,7 +117,7 @@ def run_part(part: str, disk: Path, whole: Path, ballast: Ballast) -> dict[str, 
 
 
 def read_data_path(run: Path) -> str:
-    return thaw(run / "config.yaml", FAMILIES).data.path
+    return load_config(run / "config.yaml", FAMILIES).data.path
 
 
 def run_parts(root: Path, parts: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from trainyard.config.compose import apply_overrides, compose, find_differences, freeze, list_options, thaw
+from trainyard.config.compose import apply_overrides, compose, find_differences, list_options, load_config, save_config
 from trainyard.config.families import find_jobs, get_aliases, load_family
 from trainyard.config.frozen import read_frozen, write_frozen
 from trainyard.config.settings import TrainConfig
@@ -96,7 +96,7 @@ def test_what_else_hydra_knows_of_defaults_works_in_a_preset(tmp_path: Path, big
 
 def test_a_frozen_configuration_means_the_same_to_omegaconf(tiny: TrainConfig, tmp_path: Path):
     tiny.data.path, tiny.trackers, tiny.start_from = "a: 'b' # c", [], "1e3"
-    freeze(tiny, tmp_path / "config.yaml")
+    save_config(tiny, tmp_path / "config.yaml")
     read = OmegaConf.merge(OmegaConf.structured(type(tiny)), OmegaConf.load(tmp_path / "config.yaml"))
     assert OmegaConf.to_object(read) == tiny
 
@@ -212,7 +212,7 @@ from trainyard.config import compose as config
 from trainyard.runs.create import create_run
 from trainyard.runs.lock import RunLock
 run = create_run(Path({str(tmp_path)!r}), config.compose("tiny", ["seed=1"], Path({str(JOBS)!r})))
-config.thaw(run / "config.yaml", Path({str(JOBS)!r}))
+config.load_config(run / "config.yaml", Path({str(JOBS)!r}))
 with RunLock(run):
     pass
 print(sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "torchvision", "h5py", "nvidia", "submitit"}}))
@@ -563,12 +563,12 @@ def test_differences_name_what_changed_and_whether_a_resume_may_change_it(tiny: 
 
 
 def test_a_frozen_configuration_has_every_option_and_says_how_to_resume(tiny: TrainConfig, tmp_path: Path):
-    freeze(tiny, tmp_path / "config.yaml")
+    save_config(tiny, tmp_path / "config.yaml")
     text = (tmp_path / "config.yaml").read_text()
     assert text.startswith("#") and "trainyard resume" in text
     assert "  beta2: 0.999" in text and "width: 8" in text
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
-    assert thaw(tmp_path / "config.yaml", JOBS) == tiny
+    assert load_config(tmp_path / "config.yaml", JOBS) == tiny
 
 
 # All examples share one folder and one configuration; each example overwrites the file.
@@ -586,16 +586,16 @@ def test_a_frozen_configuration_thaws_equal(
     tiny.data.path = text.replace("${", "")
     tiny.optimizer.lr, tiny.seed, tiny.start_from_partial = lr, seed, words
     if tiny.data.path != "???":
-        freeze(tiny, tmp_path / "config.yaml")
-        assert thaw(tmp_path / "config.yaml", JOBS) == tiny
+        save_config(tiny, tmp_path / "config.yaml")
+        assert load_config(tmp_path / "config.yaml", JOBS) == tiny
 
 
 def test_a_configuration_frozen_by_a_version_with_other_options_is_refused(tiny: TrainConfig, tmp_path: Path):
     path = tmp_path / "config.yaml"
-    freeze(tiny, path)
+    save_config(tiny, path)
     path.write_text(path.read_text().replace("beta2:", "beta3:"))
     with pytest.raises(ConfigError) as caught:
-        thaw(path, JOBS)
+        load_config(path, JOBS)
     assert str(caught.value).startswith(
         f"{path}: there is no option 'optimizer.beta3'. Nearest: optimizer.beta2, optimizer.beta1."
     )
@@ -604,9 +604,9 @@ def test_a_configuration_frozen_by_a_version_with_other_options_is_refused(tiny:
 
 def test_an_option_newer_than_the_run_takes_its_default(tiny: TrainConfig, tmp_path: Path):
     path = tmp_path / "config.yaml"
-    freeze(tiny, path)
+    save_config(tiny, path)
     path.write_text(path.read_text().replace("  beta2: 0.999\n", ""))
-    assert thaw(path, JOBS) == tiny
+    assert load_config(path, JOBS) == tiny
 
 
 @pytest.mark.parametrize(
@@ -624,7 +624,7 @@ def test_a_file_that_is_not_a_frozen_configuration_is_named(tmp_path: Path, text
     if text is not None:
         (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=expected):
-        thaw(tmp_path / "config.yaml", JOBS)
+        load_config(tmp_path / "config.yaml", JOBS)
 
 
 def test_a_failed_write_leaves_the_file_as_it_was(tmp_path: Path):
@@ -638,8 +638,8 @@ def test_a_failed_write_leaves_the_file_as_it_was(tmp_path: Path):
 def test_a_normalisation_is_a_number_or_one_for_each_channel(tiny: TrainConfig, tmp_path: Path):
     config = compose("tiny", ["image.channels=3", "image.mean=[0.485,0.456,0.406]", "image.std=0.5"], JOBS)
     assert (config.image.mean, config.image.std) == ([0.485, 0.456, 0.406], 0.5)
-    freeze(config, tmp_path / "config.yaml")
-    assert thaw(tmp_path / "config.yaml", JOBS) == config
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml", JOBS) == config
 
 
 @pytest.mark.parametrize(

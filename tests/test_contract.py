@@ -106,7 +106,7 @@ def test_a_family_that_predicts_does_so_from_a_checkpoint_alone(family, cache, t
         pytest.skip(f"{family} has no predictions for a table")
     run = new_run(tmp_path, "max_duration=1st", f"data.cache={cache}", job=f"{family}_smoke", jobs=JOBS)
     assert train(run, jobs=JOBS) == 0
-    config = configs.thaw(run / "config.yaml", JOBS)
+    config = configs.load_config(run / "config.yaml", JOBS)
     raw = next(cache.glob(f"{family}-synthetic-*"))
     samples = list(pack.unlabelled(raw, config, ShardSet(Path(config.data.path)).artifacts))
     assert main(["predict", str(run), str(raw), str(tmp_path / "out.csv"), "--jobs", str(JOBS)]) == 0
@@ -131,7 +131,7 @@ def test_a_family_that_predicts_does_so_from_a_checkpoint_alone(family, cache, t
 
 def check_evaluation(run: Path, raw: Path, capsys) -> None:
     """Check that `evaluate` scores the run's own split as the run did, and lists raw files as packing does."""
-    config = configs.thaw(run / "config.yaml", JOBS)
+    config = configs.load_config(run / "config.yaml", JOBS)
     *during, own = read_run_metrics(run)
     resamples = bool(getattr(config, "evaluation", None)) and hasattr(config.evaluation, "bootstrap_draws")
     ends = ["_low" in " ".join(line) or "draws_lost" in " ".join(line) for line in (during[-1], own)]

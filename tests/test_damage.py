@@ -18,7 +18,7 @@ from trainyard.config.families import load_family
 from trainyard.data.shards import ShardError, ShardSet
 from trainyard.errors import UserError
 from trainyard.report.run_page import format_summary, write_report
-from trainyard.runs.changes import find_changes, refuse_changes
+from trainyard.runs.changes import check_unchanged, find_changes
 from trainyard.runs.events import read_events, read_metrics, read_sampled_metrics, read_thinned_metrics
 from trainyard.runs.folder import read_env
 from trainyard.runs.manifest import CheckpointError, list_checkpoints
@@ -50,7 +50,7 @@ def run(done: Path, tmp_path: Path) -> Path:
 
 def refuse(run: Path) -> str:
     with pytest.raises(UserError) as raised:
-        refuse_changes(run)
+        check_unchanged(run)
     return str(raised.value)
 
 
@@ -86,8 +86,8 @@ def open_run(run: Path) -> dict[str, Any]:
 
     sink = logger.add(detect, level="WARNING", catch=False)
     try:
-        refuse_changes(run)
-        config = configs.thaw(run / "config.yaml", FAMILIES)
+        check_unchanged(run)
+        config = configs.load_config(run / "config.yaml", FAMILIES)
         found = checkpoint.load_newest_valid(run / "checkpoints")
         assert found is not None
         Recorder.rewind(run, found[1]["metrics_position"], step=found[0].step)
@@ -213,7 +213,7 @@ def test_changed_files_are_restored_or_accepted_as_the_message_says(run, capsys)
     edit(run / "env.json", "{", "[")
     assert f"trainyard resume {run} --changed-files restore" in refuse(run)
     assert main(["resume", str(run), "--changed-files", "restore", *JOBS]) == 0
-    assert configs.thaw(run / "config.yaml", FAMILIES).optimizer.lr == 0.01 and "created" in read_env(run)
+    assert configs.load_config(run / "config.yaml", FAMILIES).optimizer.lr == 0.01 and "created" in read_env(run)
     assert find_changes(run) == []
 
     change_loss(run)
@@ -222,7 +222,7 @@ def test_changed_files_are_restored_or_accepted_as_the_message_says(run, capsys)
     assert "metrics.jsonl: was changed" in capsys.readouterr().err, "no checkpoint has them"
     edit(run / "config.yaml", "lr: 0.01", "lr: 0.02")
     assert main(["resume", str(run), "eval_batch_size=7", "--changed-files", "accept", *JOBS]) == 0
-    config = configs.thaw(run / "config.yaml", FAMILIES)
+    config = configs.load_config(run / "config.yaml", FAMILIES)
     assert (config.optimizer.lr, config.eval_batch_size) == (0.02, 7) and find_changes(run) == []
     assert "accepted" in [event["event"] for event in read_events(run)]
 
@@ -243,10 +243,10 @@ def test_zeros_that_a_power_cut_left_after_the_last_flush_are_no_damage(run):
 
 
 def test_a_legal_change_of_an_option_is_no_damage(run):
-    config = configs.thaw(run / "config.yaml", FAMILIES)
-    configs.freeze(configs.apply_overrides(config, ["checkpoint.keep_last=5"]), run / "config.yaml")
+    config = configs.load_config(run / "config.yaml", FAMILIES)
+    configs.save_config(configs.apply_overrides(config, ["checkpoint.keep_last=5"]), run / "config.yaml")
     assert find_changes(run) == []
-    configs.freeze(configs.apply_overrides(config, ["seed=5"]), run / "config.yaml")
+    configs.save_config(configs.apply_overrides(config, ["seed=5"]), run / "config.yaml")
     assert "seed is 5, not 0" in refuse(run)
 
 
@@ -375,5 +375,5 @@ def test_a_run_of_an_unknown_family_is_refused_in_one_sentence(run, capsys, fami
     edit(run / "config.yaml", "family: stripes", f"family: {family}")
     assert main(["resume", str(run), *JOBS]) == 2
     with pytest.raises(UserError, match=r"family|nobody"):
-        configs.thaw(run / "config.yaml", FAMILIES)
+        configs.load_config(run / "config.yaml", FAMILIES)
     assert find_differences(load_state(run), load_state(run)) == []

@@ -23,7 +23,7 @@ from trainyard.data.shards import ShardSet
 from trainyard.errors import ContractError, UserError
 from trainyard.hardware import choose_sync_batchnorm
 from trainyard.train import distributed
-from trainyard.train.data_parallel import explain_unused, hash_constant_buffers, refuse_differing_buffers, wrap_in_ddp
+from trainyard.train.data_parallel import check_buffers_agree, explain_unused, hash_constant_buffers, wrap_in_ddp
 from trainyard.train.evaluate import evaluate, predict_share
 from trainyard.train.module import Batch, Rows, TrainModule
 from trainyard.train.run_state import encode_state, restore_state
@@ -207,10 +207,10 @@ def _change_buffers(rank: int, world_size: int, folder: Path) -> None:
     assert sorted(before) == ["seen", "steps"]
     module.steps += 1
     module.norm(torch.randn(4, 2) + rank)
-    refuse_differing_buffers(module, before)
+    check_buffers_agree(module, before)
     module.seen += rank
     with pytest.raises(UserError, match=r"test_data_parallel\.py: Queue: a step changes the buffers seen to other"):
-        refuse_differing_buffers(module, before)
+        check_buffers_agree(module, before)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from tests.training import FAMILIES, find_differences, load_state, new_run, read_run_metrics, train
 from trainyard.cli import main
 from trainyard.cli.extension import plan_extension, record_extension
-from trainyard.config.compose import freeze, thaw
+from trainyard.config.compose import load_config, save_config
 from trainyard.config.settings import ScheduleSettings, TrainConfig
 from trainyard.errors import UserError
 from trainyard.runs.changes import find_changes
@@ -29,7 +29,7 @@ def done(tmp_path_factory) -> Path:
 
 
 def read_config(run: Path, **changes: object) -> TrainConfig:
-    return replace(thaw(run / CONFIG, FAMILIES), **changes)
+    return replace(load_config(run / CONFIG, FAMILIES), **changes)
 
 
 def plan(run: Path, old: TrainConfig, length: str, *, allow_inexact: bool = False):
@@ -65,9 +65,9 @@ def test_a_kill_before_the_next_checkpoint_leaves_a_run_that_knows_its_options(d
     longer = replace(old, max_duration="4ep")
     record_extension(run, plan(run, old, "4ep"), longer)
     assert find_changes(run) == [], "killed before the options were written"
-    freeze(longer, run / CONFIG)
+    save_config(longer, run / CONFIG)
     assert find_changes(run) == [] and not read_run(run).is_done
-    freeze(replace(old, max_duration="3ep"), run / CONFIG)
+    save_config(replace(old, max_duration="3ep"), run / CONFIG)
     assert [change.path.name for change in find_changes(run)] == [CONFIG], "nobody recorded this one"
 
 

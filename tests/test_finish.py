@@ -65,7 +65,7 @@ def averaged(tmp_path_factory) -> Path:
 
 
 def build_module(run: Path) -> tuple[torch.nn.Module, ShardSet, TrainConfig]:
-    config = configs.thaw(run / "config.yaml", FAMILIES)
+    config = configs.load_config(run / "config.yaml", FAMILIES)
     data = ShardSet(Path(config.data.path))
     info = DataInfo.from_shards(data, np.arange(data.count))
     return load_family(FAMILIES, "stripes", "module").build(config, info), data, config
@@ -225,7 +225,7 @@ def unlabelled_images(done, tmp_path) -> Path:
 
 @pytest.mark.slow
 def test_predictions_name_every_image_once_without_the_packed_data(done, unlabelled_images, tmp_path, capsys):
-    config = configs.thaw(done / "config.yaml", FAMILIES)
+    config = configs.load_config(done / "config.yaml", FAMILIES)
     hidden = Path(config.data.path).rename(tmp_path / "hidden")
     try:
         assert (

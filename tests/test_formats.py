@@ -19,13 +19,13 @@ from tests.images import edit_index
 from tests.training import FAMILIES, train
 from trainyard.cli import main
 from trainyard.cluster.description import Cluster
-from trainyard.config.compose import thaw
+from trainyard.config.compose import load_config
 from trainyard.data.hdf5 import open_hdf5
 from trainyard.data.shards import ShardSet, verify
 from trainyard.errors import FormatError
 from trainyard.files import FORMATS
 from trainyard.runs import submission, sweep_file
-from trainyard.runs.changes import find_changes, refuse_changes
+from trainyard.runs.changes import check_unchanged, find_changes
 from trainyard.runs.evaluations import read_evaluations
 from trainyard.runs.events import read_events, read_metrics
 from trainyard.runs.folder import ENV_DIGEST, read_env
@@ -142,7 +142,7 @@ def test_todays_code_writes_the_fields_of_the_kept_example(stored, tmp_path):
 def test_todays_code_reads_the_kept_example(stored, capsys):
     assert list(verify(PACKED)) == [] and ShardSet(PACKED).fingerprint == read_env(RUN)["data"]["fingerprint"]
     assert main(["ckpt", "verify", str(RUN)]) == 0
-    assert find_changes(RUN) == [] and thaw(RUN / "config.yaml", FAMILIES).job == "stripes"
+    assert find_changes(RUN) == [] and load_config(RUN / "config.yaml", FAMILIES).job == "stripes"
     assert sweep_file.load("rates", Path("runs")).elements[0].run == RUN
     size = sum(path.stat().st_size for path in (Path(__file__).parent / "format_1").rglob("*") if path.is_file())
     assert size < 200_000
@@ -209,7 +209,7 @@ def plant_evaluation() -> Path:
         (plant_index, lambda path: ShardSet(PACKED), "packed data"),
         (plant_shard, open_hdf5, "packed data"),
         (plant_checkpoint, lambda path: list_checkpoints(path.parent), "checkpoint"),
-        (plant_run, lambda path: refuse_changes(RUN), "run folder"),
+        (plant_run, lambda path: check_unchanged(RUN), "run folder"),
         (plant_sweep, lambda path: sweep_file.load("rates", Path("runs")), "sweep"),
         (plant_evaluation, lambda path: read_evaluations(RUN), "evaluation"),
     ],

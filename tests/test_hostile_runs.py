@@ -192,7 +192,7 @@ def test_options_that_do_something_are_refused(run, monkeypatch, capsys, tmp_pat
     text = "family: stripes\njob: stripes\n" if not line.startswith("family") else ""
     (run / "config.yaml").write_text(text + line.replace("PROOF", str(tmp_path / "proof")) + "\n")
     with pytest.raises(UserError) as raised:
-        configs.thaw(run / "config.yaml", FAMILIES)
+        configs.load_config(run / "config.yaml", FAMILIES)
     assert found in str(raised.value) and "\n" not in str(raised.value) and SECRET not in str(raised.value)
     assert main(["resume", str(run), *JOBS]) == 2
     output = capsys.readouterr()
@@ -367,8 +367,8 @@ OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 def evil_run(gift: Path, tmp_path: Path) -> Path:
     """A failed run of a stranger who wrote `EVIL` wherever a text goes."""
     run = Path(shutil.copytree(gift, tmp_path / "runs" / "stripes" / f"it{EVIL.replace('/', '')}"))
-    options = configs.thaw(run / "config.yaml", FAMILIES)
-    configs.freeze(replace(options, tracking=replace(options.tracking, project=EVIL)), run / "config.yaml")
+    options = configs.load_config(run / "config.yaml", FAMILIES)
+    configs.save_config(replace(options, tracking=replace(options.tracking, project=EVIL)), run / "config.yaml")
     env = read_env(run)
     write_env(run, env | {"machine": {"host": EVIL, EVIL: EVIL}, "choices": {EVIL: {"value": EVIL, "reason": EVIL}}})
     time = {"time": "2026-01-02T03:04:05+00:00"}

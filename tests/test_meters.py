@@ -122,7 +122,7 @@ def train(
         stop_at: a signal arrives in this step.
         options: of the run.
     """
-    config = replace(configs.thaw(run / "config.yaml", FAMILIES), **options)
+    config = replace(configs.load_config(run / "config.yaml", FAMILIES), **options)
     data = ShardSet(Path(config.data.path))
     splits = load_family(FAMILIES, config.family, "pack").splits(data.columns, data.vocabulary, config)
     module = load_family(FAMILIES, config.family, "module").build(config, DataInfo.from_shards(data, splits["train"]))
@@ -174,18 +174,18 @@ def train(
             for micro_batch in stream:
                 yield replace(micro_batch, wait_s=0.0)
 
-        hand_over, prepare = trainer.loader._hand_over, trainer.loader._make_model_input
+        wait_on_current_stream, prepare = trainer.loader._wait_on_current_stream, trainer.loader._make_model_input
 
-        def hand_over_late(item: Any) -> None:
+        def wait_late(item: Any) -> None:
             device.now_s += data_s
-            hand_over(item)
+            wait_on_current_stream(item)
 
         def prepare_on_device(*args: Any, **options: Any) -> Any:
             device.launch(host_s=0.0, device_s=prepare_s)
             return prepare(*args, **options)
 
         trainer.loader.train = read_late  # type: ignore[assignment,method-assign]
-        trainer.loader._hand_over = hand_over_late  # type: ignore[method-assign]
+        trainer.loader._wait_on_current_stream = wait_late  # type: ignore[method-assign]
         trainer.loader._make_model_input = prepare_on_device  # type: ignore[method-assign]
         return trainer.run()
 
@@ -285,7 +285,7 @@ def test_on_the_cpu_idle_is_waiting_for_data(device):
         for _ in meter.watch([12]):
             device.now_s += 1.5
         total_s += meter.end_step(12, wait_s=0.5)
-    assert total_s + meter.settle() == pytest.approx(8.0)
+    assert total_s + meter.synchronize() == pytest.approx(8.0)
     assert meter.longest_step_s == pytest.approx(2.0)
     timings = meter.pop_timings()
     assert timings == pytest.approx(

@@ -7,7 +7,7 @@ import tomllib
 import pytest
 
 from tests.checkout import ROOT, list_files
-from tests.printed_numbers import check_page, find_numbers, read_blocks, read_message
+from tests.printed_numbers import check_page, find_numbers, read_blocks, read_lines, read_message
 
 SOURCES = tomllib.loads((ROOT / "docs" / "numbers.toml").read_text(encoding="utf-8"))
 UNFILED = 25
@@ -42,6 +42,20 @@ def test_predicted_over_observed_memory_is_the_ratio_of_its_columns():
     assert len(rows) == 15 and f"All lie between {low} and {high}." in text
     for predicted, observed, ratio in (map(float, row) for row in rows):  # both are rounded to 0.1
         assert predicted / observed == pytest.approx(ratio, abs=0.12 / observed)
+
+
+def test_the_table_of_planted_faults_is_that_of_its_results():
+    text, rows = (ROOT / "docs" / "measuring.md").read_text(encoding="utf-8"), {}
+    trials = read_lines(ROOT / "benchmarks" / "doctor-faults-2026-11-27.jsonl")
+    for trial in trials[2:]:
+        rows.setdefault(trial["fault"], ([], []))[trial["expected"] == "healthy"].append(trial["strength"])
+    table = [f"| {fault} | {'; '.join(named)} | {'; '.join(below)} |" for fault, (named, below) in rows.items()]
+    assert len(rows) == 8 and re.findall(r"^\| .*; .* \| .* \|$", text, re.MULTILINE) == table
+    assert [trial["fault"] for trial in trials[:2]] == ["healthy", "healthy"], "Each of them, and two healthy jobs"
+    again = read_lines(ROOT / "benchmarks" / "doctor-faults-2026-11-27-2.jsonl")
+    assert [trial["strength"] for trial in again] == [s for part in rows["slow disk"] for s in part]
+    assert {(trial["right"], trial["of"]) for trial in trials + again} == {(10, 10)}
+    assert f"{10 * len(trials)} trials, none wrong" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ OPTIONS = ("max_duration=4st", "micro_batch_size=8", "data.synthetic=60")
 
 def store_plan(run: Path) -> None:
     """PredictionCache a plan for this run, as `trainyard plan` would for a GPU, and record its key, as submit does."""
-    config = configs.thaw(run / CONFIG, FAMILIES)
+    config = configs.load_config(run / CONFIG, FAMILIES)
     store = open_cache(config, FAMILIES, os.environ)
     step = StepPrediction(parameters=MIB, optimizer=2 * MIB, activations=5 * MIB)
     store.steps[StepConfig("cpu", "fp32", True, False, 8, accumulates=True)] = step
@@ -46,7 +46,7 @@ def test_a_run_records_what_its_stored_plan_predicted_and_what_it_took(run):
     store_plan(run)
     assert train(run) == 0
     predicted, observed = read_usage(read_env(run)) or ()
-    kept = 1 + configs.thaw(run / CONFIG, FAMILIES).checkpoint.keep_last
+    kept = 1 + configs.load_config(run / CONFIG, FAMILIES).checkpoint.keep_last
     assert predicted == Usage(8 / 1024, 3 * MIB * kept), "of micro-batches of 8"
     on_disk = sum(path.stat().st_size for path in (run / "checkpoints").iterdir())
     assert observed == Usage(None, on_disk) and on_disk > 0, "the CPU's allocator does not say what it gave out"

@@ -23,7 +23,7 @@ from tests.training import (
 )
 from trainyard import cli
 from trainyard.cli.extension import plan_extension
-from trainyard.config.compose import compose, thaw
+from trainyard.config.compose import compose, load_config
 from trainyard.config.settings import OptimizerSettings, ScheduleSettings, TrainConfig
 from trainyard.data.loader import MicroBatch
 from trainyard.data.prepare import prepare_data
@@ -143,7 +143,7 @@ def test_a_kill_changes_no_bit_of_a_run_with_its_own_optimizer_and_schedule(kind
     name = "Lion" if kind == "lion" else "SGD"
     assert read_env(whole)["choices"]["optimizer"] == {"value": name, "reason": "Own.build_optimizer"}
     assert read_env(whole)["choices"]["schedule"]["reason"] == "Own.build_schedule"
-    old = replace(thaw(whole / "config.yaml", jobs), schedule=ScheduleSettings(name="constant"))
+    old = replace(load_config(whole / "config.yaml", jobs), schedule=ScheduleSettings(name="constant"))
     with pytest.raises(UserError, match=r"Own\.build_schedule may end where the run ends.*--inexact"):
         plan_extension(whole, old, replace(old, max_duration="14st"), jobs, allow_inexact=False)
 

@@ -17,7 +17,7 @@ import pytest
 from tests.test_loader import damage_images
 from tests.training import FAMILIES, FORKSERVER, load_state, new_run, read_run_metrics, train, train_on_ranks
 from trainyard.cli import main
-from trainyard.config.compose import thaw
+from trainyard.config.compose import load_config
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.node import ranks
@@ -30,9 +30,9 @@ from trainyard.train.distributed import (
     Agreement,
     Card,
     Decision,
+    check_cards_differ,
     choose_gpu_index,
     identify_card,
-    refuse_shared_cards,
 )
 from trainyard.train.stop import Stop
 from trainyard.train.world import World, read_world
@@ -186,7 +186,7 @@ def test_a_rank_that_exits_without_a_word_is_named(tmp_path, monkeypatch):
 def test_a_rank_with_a_damaged_record_leaves_at_once_also_where_leaving_the_group_waits_for_all(tmp_path):
     """NCCL's communicators of one node are destroyed together, so a rank that fails may not wait for that."""
     run = new_run(tmp_path, *EXACT, "max_duration=2ep", "hang_minutes=10")
-    data = ShardSet(Path(thaw(run / CONFIG, FAMILIES).data.path))
+    data = ShardSet(Path(load_config(run / CONFIG, FAMILIES).data.path))
     damage_images(data, np.array([5]))
     barrier = FORKSERVER.Barrier(2)
     begin = time.monotonic()
@@ -243,15 +243,15 @@ def test_fewer_gpus_than_local_ranks_are_refused_with_flags_that_help():
 
 def test_ranks_that_would_share_a_gpu_are_refused():
     one, other, elsewhere = Card("a", "GPU-1"), Card("a", "GPU-2"), Card("b", "GPU-1")
-    refuse_shared_cards([one, other, elsewhere])
-    refuse_shared_cards([Card("a", ""), Card("a", "")])  # on the CPU
+    check_cards_differ([one, other, elsewhere])
+    check_cards_differ([Card("a", ""), Card("a", "")])  # on the CPU
     with pytest.raises(UserError, match=r"Ranks 0, 2 on a use the same GPU \(GPU-1\).*Start 2 there \(--gpus 2"):
-        refuse_shared_cards([one, other, one, elsewhere])
+        check_cards_differ([one, other, one, elsewhere])
 
 
 def test_slices_of_one_gpu_are_told_apart_by_their_names():
     slices = [f"MIG-{i}" for i in range(2)]
-    refuse_shared_cards([Card("a", identify_card("GPU-1", name)) for name in slices])
+    check_cards_differ([Card("a", identify_card("GPU-1", name)) for name in slices])
     assert identify_card("GPU-1", "MIG-5,MIG-6") == "MIG-5"
     assert identify_card("GPU-1", "0") == identify_card("GPU-1", "") == "GPU-1"
     assert identify_card("", "MIG-5") == "", "the rank uses the CPU"
@@ -276,7 +276,7 @@ def _agree(rank: int, folder: Path) -> None:
     agreement = Agreement()
     agreement.exchange((Decision(Stop.MAX_RUNTIME, save=True), Decision(Stop.PREEMPTED, evaluate=True))[rank])
     agreed = agreement.exchange(Decision())
-    agreement.settle()
+    agreement.wait()
     distributed.leave()
     sys.exit(0 if agreed == Decision(Stop.PREEMPTED, evaluate=True, save=True) else f"rank {rank}: {agreed}")
 

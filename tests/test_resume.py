@@ -282,7 +282,7 @@ def test_a_resume_on_other_data_is_refused(tmp_path):
     assert train(run) == 0
     other = new_run(tmp_path, "data.synthetic=60")
     text = (run / "config.yaml").read_text()
-    old_data, new_data = (configs.thaw(r / "config.yaml", FAMILIES).data.path for r in (run, other))
+    old_data, new_data = (configs.load_config(r / "config.yaml", FAMILIES).data.path for r in (run, other))
     (run / "config.yaml").write_text(text.replace(old_data, new_data))
     with pytest.raises(UserError, match="trained on other data"):
         train(run)

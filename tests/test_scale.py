@@ -226,7 +226,7 @@ def test_the_time_of_a_save_includes_deleting_old_checkpoints(packed_run):
 
 
 def test_packing_asks_once_for_each_raw_file_and_for_many_at_the_same_time(packed_run, monkeypatch):
-    config = configs.thaw(packed_run / CONFIG, FAMILIES)
+    config = configs.load_config(packed_run / CONFIG, FAMILIES)
     raw = next(path for path in Path(config.data.cache).glob("stripes-synthetic-*") if path.is_dir())
     asked: dict[str, int] = {}
     waiting, most, lock = 0, 0, threading.Lock()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.training import FAMILIES
 from trainyard import cli
-from trainyard.config.compose import compose, freeze, thaw
+from trainyard.config.compose import compose, load_config, save_config
 from trainyard.config.settings import TrainConfig
 from trainyard.errors import ConfigError, UserError
 from trainyard.launch.submit import snapshot_code
@@ -94,12 +94,12 @@ def test_a_preset_cannot_read_the_environment_either(monkeypatch, tmp_path):
 
 def test_a_run_that_somebody_handed_over_cannot_read_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("PLANTED", VALUE)
-    freeze(compose("stripes", ["data.path=/harmless"], FAMILIES), tmp_path / "config.yaml")
+    save_config(compose("stripes", ["data.path=/harmless"], FAMILIES), tmp_path / "config.yaml")
     text = (tmp_path / "config.yaml").read_text()
     assert "path: /harmless" in text
     (tmp_path / "config.yaml").write_text(text.replace("/harmless", "${oc.env:PLANTED}"))
     with pytest.raises(ConfigError, match=r"config\.yaml: has a reference to other values, \$\{\.\.\.\}"):
-        thaw(tmp_path / "config.yaml", FAMILIES)
+        load_config(tmp_path / "config.yaml", FAMILIES)
 
 
 def test_other_code_may_still_read_the_environment_through_omegaconf(monkeypatch):
@@ -114,7 +114,7 @@ def test_other_code_may_still_read_the_environment_through_omegaconf(monkeypatch
 def test_a_run_cannot_name_a_family_outside_the_folder_of_jobs(tmp_path, family):
     (tmp_path / "config.yaml").write_text(f"job: tiny\nfamily: {family}\n")
     with pytest.raises(ConfigError, match=r"is not the name of a family|including 'family'\. The file was changed"):
-        thaw(tmp_path / "config.yaml", FAMILIES)
+        load_config(tmp_path / "config.yaml", FAMILIES)
 
 
 # Uncommitted code

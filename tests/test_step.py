@@ -19,10 +19,10 @@ from trainyard.train.precision import make_autocast
 from trainyard.train.step import (
     StepResult,
     TrainState,
+    check_running_statistics,
     copy_for_average,
     enable_activation_checkpointing,
     make_optimizer,
-    refuse_recounted_statistics,
     train_step,
 )
 
@@ -178,9 +178,9 @@ def test_a_torch_that_would_count_batch_statistics_twice_is_refused(version, bat
     module = make_classifier(batch_norm=batch_norm)
     if refused:
         with pytest.raises(UserError, match=rf"torch {re.escape(version)} would .*Use compile=off"):
-            refuse_recounted_statistics(module, version)
+            check_running_statistics(module, version)
     else:
-        refuse_recounted_statistics(module, version)
+        check_running_statistics(module, version)
 
 
 def test_activation_checkpointing_recomputes_what_it_dropped():

@@ -20,7 +20,7 @@ from tests.images import edit_index, encode_image, make_texture
 from tests.test_loader import BACK_ENDS, are_equal
 from tests.training import find_differences, load_state, new_run, read_run_metrics, start, train, wait_for_lines
 from trainyard.cli import main
-from trainyard.config.compose import compose, thaw
+from trainyard.config.compose import compose, load_config
 from trainyard.config.families import load_family
 from trainyard.config.settings import TrainConfig
 from trainyard.data.generator import hash_packing
@@ -300,7 +300,7 @@ def test_a_killed_run_on_uncompressed_images_ends_as_a_run_on_files_and_predicts
     raw = next((tmp_path / "cache").glob("fingerprint-synthetic-*"))
     embedded = []
     for store, run in runs.items():
-        config = thaw(run / "config.yaml", JOBS)
+        config = load_config(run / "config.yaml", JOBS)
         assert main(["verify", config.data.path]) == 0
         out = tmp_path / f"{store}.npz"
         assert main(["embed", str(run), str(raw), str(out), "--jobs", str(JOBS)]) == 0
@@ -321,6 +321,6 @@ def test_a_killed_run_on_uncompressed_images_ends_as_a_run_on_files_and_predicts
     assert np.array_equal(*embedded)
     found = list_usage(tmp_path / "runs", data_dirs=[tmp_path / "cache"], environ={})
     assert sorted(item.name for item in found if item.kind == "packed") == sorted(
-        thaw(run / "config.yaml", JOBS).data.path for run in runs.values()
+        load_config(run / "config.yaml", JOBS).data.path for run in runs.values()
     )
     capsys.readouterr()

@@ -19,7 +19,7 @@ from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 
 from tests.training import FAMILIES, run_as_command, train
-from trainyard.config.compose import thaw
+from trainyard.config.compose import load_config
 from trainyard.data.prepare import prepare_data
 from trainyard.errors import UserError
 from trainyard.launch import multirun, sweep
@@ -133,7 +133,7 @@ def test_each_combination_is_a_separate_run_and_the_last_axis_varies_fastest(tmp
     made = make_sweep(tmp_path, "optimizer.lr=1e-2,3e-3 seed=0,1,2", "max_duration=1ep")
     assert [e.index for e in made.elements] == list(range(6))
     assert [e.run for e in made.elements] == [tmp_path / f"runs/stripes/s-00{i}" for i in range(6)]
-    configs = [thaw(e.run / runs.CONFIG, FAMILIES) for e in made.elements]
+    configs = [load_config(e.run / runs.CONFIG, FAMILIES) for e in made.elements]
     assert [(c.optimizer.lr, c.seed) for c in configs] == [(lr, s) for lr in (1e-2, 3e-3) for s in (0, 1, 2)]
     assert {c.max_duration for c in configs} == {"1ep"}
     assert made.elements[4].overrides == ("optimizer.lr=0.003", "seed=1")
@@ -142,7 +142,7 @@ def test_each_combination_is_a_separate_run_and_the_last_axis_varies_fastest(tmp
 
 def test_a_free_text_option_takes_a_quoted_value_without_its_quotes(tmp_path: Path):
     made = make_sweep(tmp_path, "data.path='/a,b',/c:d")
-    assert [thaw(e.run / runs.CONFIG, FAMILIES).data.path for e in made.elements] == ["/a,b", "/c:d"]
+    assert [load_config(e.run / runs.CONFIG, FAMILIES).data.path for e in made.elements] == ["/a,b", "/c:d"]
 
 
 @pytest.mark.parametrize(
@@ -413,7 +413,7 @@ def test_hydras_own_multirun_trains_each_combination_as_a_run(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     made = sorted((tmp_path / "runs/stripes").iterdir())
     assert [run.name[-4:] for run in made] == ["-000", "-001"]
-    assert [thaw(run / runs.CONFIG, FAMILIES).optimizer.lr for run in made] == [1e-2, 1e-3]
+    assert [load_config(run / runs.CONFIG, FAMILIES).optimizer.lr for run in made] == [1e-2, 1e-3]
     assert [read_events(run)[-1] for run in made] == ["done", "done"]
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "data"}
     best = [max(line["accuracy"] for line in read_metrics(run) if line.get("split") == "val") for run in made]

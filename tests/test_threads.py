@@ -9,7 +9,7 @@ import torch
 
 from tests.training import FAMILIES, find_differences, load_state, new_run
 from trainyard.choice import Choice
-from trainyard.hardware import keep_compute_threads
+from trainyard.hardware import reuse_compute_threads
 from trainyard.node import choices
 from trainyard.node.rank_task import execute
 from trainyard.runs.state import ExitCode
@@ -41,9 +41,9 @@ def test_a_run_resumes_with_as_many_threads_as_it_began_with(tmp_path):
 
 def test_threads_are_chosen_for_the_machine_where_nothing_is_recorded():
     cores = Choice(4, "cores")
-    assert keep_compute_threads(None, cores) == cores
-    assert keep_compute_threads(4, cores) == cores
-    assert keep_compute_threads(8, cores).value == 8
+    assert reuse_compute_threads(None, cores) == cores
+    assert reuse_compute_threads(4, cores) == cores
+    assert reuse_compute_threads(8, cores).value == 8
 
 
 def test_sums_depend_on_the_number_of_threads():

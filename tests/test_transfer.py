@@ -276,7 +276,7 @@ def test_what_dali_decodes_on_a_gpu_is_copied_before_the_pipeline_takes_its_memo
         for expected, (request, images) in zip(requests, decoder.decode(iter(requests), max_batch_size=5), strict=True):
             assert request is expected
             _, copied = copies.upload({"image": images})
-            copies.hand_over(copied, [images])
+            copies.wait_on_current_stream(copied, [images])
             device.compute.push(lambda images=images: read.append(images.flatten(1).unique(dim=1).flatten().tolist()))
     assert read == [] and device.uploads == []
     device.finish()

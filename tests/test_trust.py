@@ -410,7 +410,7 @@ def test_whatever_the_umask_only_the_owner_can_change_what_a_submission_runs(pla
     families = shutil.copytree(FAMILIES, place / "checkout")
     subprocess.run(["chmod", "-R", "a+rwX", families], check=True)
     code = submit.snapshot_code(families, run / "code")
-    config = configs.thaw(run / "config.yaml", FAMILIES)
+    config = configs.load_config(run / "config.yaml", FAMILIES)
     plan = make_plan(config, clusters.load_cluster(place / "cluster.yaml"), ResourceRequest())
     assert submit.submit(plan, [run], folder=run / "slurm", code=code) == ["12"]
     assert (run / "code" / "checkout" / "stripes" / "config.py").is_file() and list((run / "slurm").glob("*.pkl"))

@@ -53,7 +53,7 @@ def build(name: str, *, rate_hz: int, frames: int, mean: str, slopes: str = "htk
         UserError: the recipe is for another sampling rate, or has no such slopes.
     """
     if rate_hz not in RATES_HZ[name]:
-        fitting = [other for other, rates_hz in RATES_HZ.items() if rate_hz in rates_hz]
+        fitting = [frontend for frontend, rates_hz in RATES_HZ.items() if rate_hz in rates_hz]
         raise UserError(
             f"frontend.name={name} needs {RATES_HZ[name][-1]} Hz, but sound.rate_hz={rate_hz}. "
             f"Use sound.rate_hz={RATES_HZ[name][-1]}" + (f", or one of {', '.join(fitting)}." if fitting else ".")

@@ -65,7 +65,7 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
         found = assign_sets(recordings, rule)
     if rule.logistic:
         found = assign_folds(found, count=FOLDS)
-    yield from _make_copies(found, config) if rule.copies else (_make_sample(one, config) for one in found)
+    yield from _make_copies(found, config) if rule.copies else (_make_sample(utterance, config) for utterance in found)
 
 
 def list_labelled(
@@ -78,11 +78,14 @@ def list_labelled(
     """
     if not raw.is_dir():
         return iter(()), artifacts
-    found = [replace(one, set=one.set or TEST) for one in list_utterances(raw, config.packing.bonafide_label)]
+    found = [
+        replace(utterance, set=utterance.set or TEST)
+        for utterance in list_utterances(raw, config.packing.bonafide_label)
+    ]
     own = {**artifacts, "asv": _read_asv(raw)}
     if found or not config.packing.copies:
-        return (_make_sample(one, config) for one in found), own
-    recordings = [replace(one, set=one.set or TEST) for one in _list_recordings(raw, config)]
+        return (_make_sample(utterance, config) for utterance in found), own
+    recordings = [replace(utterance, set=utterance.set or TEST) for utterance in _list_recordings(raw, config)]
     return _make_copies(recordings, config), own
 
 

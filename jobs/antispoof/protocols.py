@@ -114,7 +114,7 @@ def read_trials(path: Path) -> list[Trial]:
             listed.append(parse(words))
         except ValueError as error:
             raise UserError(f"{path}, line {number}: {error} in '{' '.join(words)}'. Fix or remove the line.") from None
-    _refuse_duplicates(path, [trial.utterance for trial in listed])
+    _check_unique(path, [trial.utterance for trial in listed])
     return listed
 
 
@@ -188,16 +188,22 @@ def assign_folds(found: Sequence[Utterance], *, count: int) -> list[Utterance]:
     Groups of the same classes go to the folds in turn: a class in two groups is in two folds.
     """
     training = [utterance for utterance in found if utterance.set == TRAIN]
-    speakers = {label: {one.speaker for one in training if one.bonafide == label} for label in (True, False)}
+    speakers = {
+        label: {utterance.speaker for utterance in training if utterance.bonafide == label} for label in (True, False)
+    }
     by_speaker = all(len(names) > 1 and "" not in names for names in speakers.values() if names)
     groups: dict[str, list[bool]] = {}
-    for one in training:
-        groups.setdefault(one.speaker if by_speaker else _name_original(one), []).append(one.bonafide)
+
+    def name_group(utterance: Utterance) -> str:
+        return utterance.speaker if by_speaker else _name_original(utterance)
+
+    for utterance in training:
+        groups.setdefault(name_group(utterance), []).append(utterance.bonafide)
     order = sorted(groups, key=lambda name: (sum(groups[name]) / len(groups[name]), name))
     fold = {name: 1 + place % count for place, name in enumerate(order)}
     return [
-        replace(one, fold=fold[one.speaker if by_speaker else _name_original(one)]) if one.set == TRAIN else one
-        for one in found
+        replace(utterance, fold=fold[name_group(utterance)]) if utterance.set == TRAIN else utterance
+        for utterance in found
     ]
 
 
@@ -263,7 +269,7 @@ def read_csv_trials(path: Path, bonafide_label: str | None, *, name_column: str 
         cell = {name: value.strip() for name, value in row.items()}
         if any(cell.values()):
             listed.append(_parse_row(f"{path}, line {number}", cell, cell[name_column], bonafide_label))
-    _refuse_duplicates(path, [trial.path for trial in listed])
+    _check_unique(path, [trial.path for trial in listed])
     return listed
 
 
@@ -299,7 +305,7 @@ def _is_header(first: list[str], second: Sequence[str] = ()) -> bool:
     return len(first) == len(second) >= 5 and not keys & set(first) and bool(keys & set(second))
 
 
-def _refuse_duplicates(path: Path, names: Sequence[str]) -> None:
+def _check_unique(path: Path, names: Sequence[str]) -> None:
     for name, count in Counter(names).items():
         if count > 1:
             raise UserError(f"{path}: '{name}' is listed twice. Remove one of its lines.")
@@ -390,7 +396,7 @@ def _find_label_lists(raw: Path, base: Path, bonafide_label: str) -> Iterator[Ut
         if not any(name in files for _, (name, _) in own):
             continue  # a list of something else, or its recordings are next to it, in the folder above
         part = next((part for word, part in _PARTS.items() if word in path.stem.lower()), "")
-        _refuse_duplicates(path, [words[0] for _, words in own])
+        _check_unique(path, [words[0] for _, words in own])
         for number, (name, label) in own:
             bonafide = _parse_label(f"{path}, line {number}", label, bonafide_label)
             places = files.get(name, [])
@@ -447,7 +453,7 @@ READERS: tuple[Callable[[Path, Path, str], Iterator[Utterance]], ...] = (
 def _match_trials(raw: Path, listed: Sequence[Trial], folder: Path, set_name: str) -> Iterator[Utterance]:
     """Yield the utterances that a protocol lists, each phase of 2021 as its own set; lists the folder only once."""
     entries = list_folder(folder) if folder.is_dir() else ()
-    sounds = [Path(one.name) for one in entries if Path(one.name).suffix.lower() in SOUNDS]
+    sounds = [Path(entry.name) for entry in entries if Path(entry.name).suffix.lower() in SOUNDS]
     present = {compose_letters(sound.stem): sound.name for sound in sounds}
     for trial in listed:
         if trial.bonafide is None:

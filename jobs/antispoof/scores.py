@@ -221,10 +221,10 @@ def _parse_line(path: Path, number: int, words: list[str], fields: int) -> Line:
 
 
 def _format_line(line: Line, form: str) -> str:
-    _refuse_unwritable("name", line.utterance, form)
+    _check_writable("name", line.utterance, form)
     if form != "asv2019":
         return f"{line.utterance}{chr(9) if form == 'asv5' else ' '}{line.score!r}"
-    _refuse_unwritable("attack", line.attack, form)
+    _check_writable("attack", line.attack, form)
     if line.bonafide is None:
         raise UserError(
             f"{line.utterance}: the asv2019 format needs a key on every line. Pass --protocol, or "
@@ -233,7 +233,7 @@ def _format_line(line: Line, form: str) -> str:
     return f"{line.utterance} {line.attack} {BONAFIDE if line.bonafide else SPOOF} {line.score!r}"
 
 
-def _refuse_unwritable(what: str, text: str, form: str) -> None:
+def _check_writable(what: str, text: str, form: str) -> None:
     """Raise a UserError if a name or an attack would read back as another one."""
     separators = r"\t\r\n" if form == "asv5" else r"\s\ufeff"  # a byte order mark at the start is not read
     found = re.search(rf"[{separators}\ud800-\udfff]", text)  # UTF-8 holds no surrogates

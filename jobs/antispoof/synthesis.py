@@ -47,7 +47,7 @@ BLOCK = 80  # samples between changes of the formants: 10 ms
 
 
 @dataclass(frozen=True)
-class Item:
+class Recording:
     """One file to write."""
 
     name: str
@@ -72,10 +72,10 @@ def synthesize(raw: Path, *, count: int, seed: int) -> None:
         )
     if count < 51:
         raise UserError(f"data.synthetic={count}: expected 51 or more: with fewer, a set lacks a kind. Use 4800.")
-    listing = list_items(count)
-    groups: dict[tuple[int, int], list[Item]] = {}
-    for item in listing:
-        groups.setdefault((item.speaker, item.take), []).append(item)
+    listing = list_recordings(count)
+    groups: dict[tuple[int, int], list[Recording]] = {}
+    for recording in listing:
+        groups.setdefault((recording.speaker, recording.take), []).append(recording)
     with create_folder(raw) as folder:
         (folder / "wav").mkdir()
         write = partial(_write_group, folder, seed)
@@ -88,23 +88,24 @@ def synthesize(raw: Path, *, count: int, seed: int) -> None:
         with (folder / "protocol.csv").open("w", newline="") as file:
             table = csv.writer(file)
             table.writerow(["path", "label", "attack", "speaker", "set"])
-            for item in listing:
-                label = "bonafide" if item.kind == "-" else "spoof"
-                table.writerow([f"wav/{item.name}", label, item.kind, f"S{item.speaker:03d}", item.role])
+            for recording in listing:
+                label = "bonafide" if recording.kind == "-" else "spoof"
+                speaker = f"S{recording.speaker:03d}"
+                table.writerow([f"wav/{recording.name}", label, recording.kind, speaker, recording.role])
 
 
-def list_items(count: int) -> list[Item]:
+def list_recordings(count: int) -> list[Recording]:
     """List the recordings, take by take, so that a short list still has every speaker."""
     per_take = sum(1 + len(_list_kinds(role)) for role in ROLES)
     speakers = len(ROLES) * -(-count // (per_take * TAKES))
-    all_items = (
-        Item(f"S{speaker:03d}_{take}{'' if kind == '-' else '_' + kind}.wav", speaker, take, kind, role)
+    all_recordings = (
+        Recording(f"S{speaker:03d}_{take}{'' if kind == '-' else '_' + kind}.wav", speaker, take, kind, role)
         for take in range(TAKES)
         for speaker in range(speakers)
         for role in (ROLES[speaker % len(ROLES)],)
         for kind in ("-", *_list_kinds(role))
     )
-    return [item for item, _ in zip(all_items, range(count), strict=False)]
+    return [recording for recording, _ in zip(all_recordings, range(count), strict=False)]
 
 
 def generate_speech(seed: int, speaker: int, take: int) -> Floats:
@@ -130,17 +131,17 @@ def _list_kinds(role: str) -> tuple[str, ...]:
     return tuple(KINDS) if role == "test" else TRAIN_KINDS
 
 
-def _write_group(folder: Path, seed: int, group: list[Item]) -> None:
+def _write_group(folder: Path, seed: int, group: list[Recording]) -> None:
     """Write a synthetic recording and its copies, which are made from its 16-bit samples."""
     speaker, take = group[0].speaker, group[0].take
     original = np.round(generate_speech(seed, speaker, take) * 32767) / 32768
-    for item in group:
+    for recording in group:
         wave = original
-        if item.kind != "-":
-            rng = np.random.default_rng([seed, speaker, take, 1 + list(KINDS).index(item.kind)])
-            wave = synthesize_copy(original, item.kind, rate_hz=RATE_HZ, rng=rng)
+        if recording.kind != "-":
+            rng = np.random.default_rng([seed, speaker, take, 1 + list(KINDS).index(recording.kind)])
+            wave = synthesize_copy(original, recording.kind, rate_hz=RATE_HZ, rng=rng)
         pcm = np.clip(np.round(wave * 32768), -32768, 32767).astype(np.int16)
-        soundfile.write(folder / "wav" / item.name, pcm, RATE_HZ, subtype="PCM_16")
+        soundfile.write(folder / "wav" / recording.name, pcm, RATE_HZ, subtype="PCM_16")
 
 
 def _draw_tracks(rng: np.random.Generator, frames: int, tract: float) -> tuple[Floats, Floats, Floats]:

@@ -12,7 +12,7 @@ from trainyard.errors import UserError
 from . import vocoders
 from .pack import synthesize
 from .protocols import find_utterances
-from .synthesis import generate_speech, list_items
+from .synthesis import generate_speech, list_recordings
 
 
 def test_the_inverse_stft_restores_the_waveform() -> None:
@@ -67,6 +67,6 @@ def test_synthetic_speech_is_reproducible_and_each_speaker_is_in_one_set(tmp_pat
 
 
 def test_a_long_synthetic_set_has_every_speaker_and_the_kinds_in_proportion() -> None:
-    count = Counter((item.role, item.kind) for item in list_items(3400))
+    count = Counter((recording.role, recording.kind) for recording in list_recordings(3400))
     assert count["train", "-"] == count["train", "A01"] == 600
     assert count["val", "-"] == count["test", "A04"] == 200

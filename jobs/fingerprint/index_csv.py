@@ -128,11 +128,11 @@ def _find_fingers_in_two_splits(rows: Iterable[Row]) -> list[str]:
     first: dict[str, Row] = {}
     problems: dict[str, str] = {}
     for row in rows:
-        other = first.setdefault(row.finger, row)
-        roles = {other.split.partition("_")[0], row.split.partition("_")[0]}
+        prior = first.setdefault(row.finger, row)
+        roles = {prior.split.partition("_")[0], row.split.partition("_")[0]}
         if len(roles) > 1 and row.finger not in problems:
             problems[row.finger] = (
-                f"line {row.line}, split: expected '{other.split}' as for finger '{row.finger}' in line {other.line}, "
+                f"line {row.line}, split: expected '{prior.split}' as for finger '{row.finger}' in line {prior.line}, "
                 f"found '{row.split}': a finger that trains must not validate or test."
             )
     return list(problems.values())

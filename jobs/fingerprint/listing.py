@@ -55,19 +55,19 @@ def list_prints(raw: Path, packing: PackingSettings) -> Listing:
             another resolution; no file is an image; two files are the same impression; or `packing.dpi_of_sets` does
             not fit.
     """
-    images, other = _find_files(raw)
-    if other and not images:
-        raise UserError(f"{raw}: expected images ({' '.join(sorted(SUFFIXES))}), found {count_by_suffix(other)}.")
+    images, other_files = _find_files(raw)
+    if other_files and not images:
+        raise UserError(f"{raw}: expected images ({' '.join(sorted(SUFFIXES))}), found {count_by_suffix(other_files)}.")
     if (raw / INDEX_CSV).is_file():
         listing = _list_by_index(raw, images, packing)
     elif packing.layout == "auto":
         listing = _list_by_name(images, _choose_layout(raw, images, packing))
     else:
         listing = _list_by_name(images, _place(NAMED[packing.layout], raw))
-    for path in other if packing.minutiae == "files" else ():
+    for path in other_files if packing.minutiae == "files" else ():
         if _read_suffix(path) in MINUTIA_SUFFIXES:
             note_read(raw / path)
-    _refuse_repeated_impressions(raw, listing.prints)
+    _check_unique_impressions(raw, listing.prints)
     dpi_of_sets = _match_dpi(packing.dpi_of_sets, sorted({file.set for file in listing.prints}))
     explicit = listing.source == INDEX_CSV  # a cell is closer to the print than an option for its set
     listing.prints = [
@@ -211,7 +211,7 @@ def _choose_layout(raw: Path, images: Sequence[str], packing: PackingSettings) -
             f"{raw}: whose prints are these? {' '.join(choices)} If the plain reading is right, type "
             f"packing.layout=sets. If none is, write an {INDEX_CSV}: {README}."
         )
-    _refuse_shared_names(raw, images)
+    _check_unique_names(raw, images)
     _ask_for_year(raw, images, stated)
     return SETS
 
@@ -277,45 +277,46 @@ def _compare_readings(
     name_of: dict[str, str] = {}
     for path, reading in public.items():
         start = f"The names fit {layout.title} (packing.layout={layout.name}), where {path} is"
-        other = plain[path]
+        as_plain = plain[path]
         if reading is None:
             return f"{start} an image of several fingers or a palm."
         start = f"{start} impression {reading.impression} of finger {reading.finger}"
-        if other is None:
+        if as_plain is None:
             return f"{start}; it is no <finger>_<impression>."
-        finger = finger_of.setdefault(other.finger, reading.finger)
-        name = name_of.setdefault(reading.finger, other.finger)
-        if finger != reading.finger or name != other.finger:
-            return f"{start}; as <finger>_<impression> it is impression {other.impression} of finger {other.finger}."
+        finger = finger_of.setdefault(as_plain.finger, reading.finger)
+        name = name_of.setdefault(reading.finger, as_plain.finger)
+        if finger != reading.finger or name != as_plain.finger:
+            print_name = f"impression {as_plain.impression} of finger {as_plain.finger}"
+            return f"{start}; as <finger>_<impression> it is {print_name}."
         if reading.dpi and dpi[path] not in (0, reading.dpi):
-            option = format_override("packing.dpi_of_sets", [f"{escape(other.set) or '*'}:{reading.dpi}"])
+            option = format_override("packing.dpi_of_sets", [f"{escape(as_plain.set) or '*'}:{reading.dpi}"])
             return f"{start} at {reading.dpi} dpi, but packing.dpi={dpi[path]}. To state that alone, type {option}."
     return ""
 
 
-def _refuse_shared_names(raw: Path, images: Iterable[str]) -> None:
+def _check_unique_names(raw: Path, images: Iterable[str]) -> None:
     """Refuse two folders with a finger of the same name, unless they are FVC's, whose fingers are known to differ."""
     owners: dict[str, tuple[str, str]] = {}  # finger -> folder and path
     for path in images:
         reading = SESSIONS.read(_cut_suffix(path))
         if reading is None or _place(FVC, raw).read(_cut_suffix(path)):
             continue
-        folder, other = owners.setdefault(reading.finger, (reading.set, path))
+        folder, earlier = owners.setdefault(reading.finger, (reading.set, path))
         if folder != reading.set:
             raise UserError(
-                f"{raw}: {other} and {path} have a finger of the same name. Is it one finger? Then type "
+                f"{raw}: {earlier} and {path} have a finger of the same name. Is it one finger? Then type "
                 f"packing.layout=sessions. Are these two fingers? Then type packing.layout=sets. If some folders share "
                 f"their fingers and others do not, write an {INDEX_CSV}: {README}."
             )
 
 
-def _refuse_repeated_impressions(raw: Path, prints: Iterable[Print]) -> None:
+def _check_unique_impressions(raw: Path, prints: Iterable[Print]) -> None:
     seen: dict[tuple[str, str, int], str] = {}
     for file in prints:
-        other = seen.setdefault((file.set, file.finger, file.impression), file.path)
-        if other != file.path:
+        earlier = seen.setdefault((file.set, file.finger, file.impression), file.path)
+        if earlier != file.path:
             raise UserError(
-                f"{raw}: {other} and {file.path} are both impression {file.impression} of finger {file.finger}"
+                f"{raw}: {earlier} and {file.path} are both impression {file.impression} of finger {file.finger}"
                 f"{f' in set {file.set}' if file.set else ''}: the same print twice makes scores too good. Remove one, "
                 f"or tell them apart in an {INDEX_CSV}: {README}."
             )

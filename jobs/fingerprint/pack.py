@@ -51,7 +51,7 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
 
 def _list_samples(raw: Path, config: Config, *, trains: bool) -> Iterator[Sample]:
     listing = list_prints(raw, config.packing)
-    _refuse_wsq_without_decoder([file.path for file in listing.prints])
+    _check_wsq_decoder([file.path for file in listing.prints])
     first: dict[str, Print] = {}
     for file in listing.prints:
         earliest = first.setdefault(file.finger, file)
@@ -93,7 +93,7 @@ def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Itera
     Its folder below `raw` is its set, as for `packing.dpi_of_sets`.
     """
     files = list_named(raw, SUFFIXES)
-    _refuse_wsq_without_decoder([name for name, _ in files])
+    _check_wsq_decoder([name for name, _ in files])
     for key, path in files:
         stated_dpi = find_set_dpi(config.packing.dpi_of_sets, key.rpartition("/")[0].partition("/")[0])
         choose = _choose_loader if config.packing.ridges == "none" else _choose_placed_loader
@@ -131,7 +131,7 @@ def log_reading(raw: Path, config: Config) -> None:
         logger.warning("{}", doubt)
 
 
-def _refuse_wsq_without_decoder(names: Sequence[str]) -> None:
+def _check_wsq_decoder(names: Sequence[str]) -> None:
     wsq = [name for name in names if name.lower().endswith(".wsq")]
     if wsq and not can_decode_wsq():
         raise UserError(
@@ -307,7 +307,7 @@ def splits(
         masks = _take_given_splits(given, columns["finger"], vocabulary["finger"], config)
     else:
         masks = _deal_out_fingers(columns, vocabulary, config)
-    _refuse_shared_fingers(masks, columns["finger"], vocabulary["finger"])
+    _check_disjoint_fingers(masks, columns["finger"], vocabulary["finger"])
     return {name: np.flatnonzero(mask) for name, mask in masks.items() if mask.any()}
 
 
@@ -383,7 +383,7 @@ def _find_roles(settings: SplitSettings, names: list[str]) -> tuple[list[str], l
     return train_sets, val_sets, test_sets
 
 
-def _refuse_shared_fingers(masks: Mapping[str, np.ndarray], finger_codes: np.ndarray, finger_names: list[str]) -> None:
+def _check_disjoint_fingers(masks: Mapping[str, np.ndarray], finger_codes: np.ndarray, finger_names: list[str]) -> None:
     """Refuse a finger in two of train, val and the tests: sets may share fingers. Two tests may share fingers."""
     owners: dict[str, np.ndarray] = {}
     for name, mask in masks.items():

@@ -16,9 +16,9 @@ from trainyard.data.coco import (
     Id,
     ImageEntry,
     ObjectEntry,
+    check_category_ids,
     explain_lost_boxes,
     read_annotations,
-    refuse_mixed_categories,
 )
 from trainyard.errors import UserError
 from trainyard.foreign import note_read
@@ -188,12 +188,12 @@ def _join_categories(contents: Sequence[tuple[AnnotationFile, Annotations]]) -> 
         for entry in content.categories:
             name, number = names.setdefault(entry.id, entry.name), ids.setdefault(entry.name, entry.id)
             if (name, number) != (entry.name, entry.id):
-                other = f"{entry.id} '{name}'" if name != entry.name else f"{number} '{entry.name}'"
+                known = f"{entry.id} '{name}'" if name != entry.name else f"{number} '{entry.name}'"
                 raise UserError(
-                    f"{file.path}: category {entry.id} is '{entry.name}', but in another file it is {other}. Give each "
+                    f"{file.path}: category {entry.id} is '{entry.name}', but in another file it is {known}. Give each "
                     "category the same id and the same name in all files."
                 )
-        refuse_mixed_categories(file.path, names)
+        check_category_ids(file.path, names)
     return names
 
 

@@ -41,7 +41,7 @@ def _describe_output(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight))
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:2])
 
 
@@ -52,4 +52,4 @@ def _multiply_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return grad @ weight, flat.T @ x.flatten(0, -2), flat.sum(dim=0)
 
 
-multiply.register_autograd(_multiply_backward, setup_context=_keep_inputs)
+multiply.register_autograd(_multiply_backward, setup_context=_save_inputs)

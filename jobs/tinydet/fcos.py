@@ -67,7 +67,7 @@ class FCOS(nn.Module):
             limit = boxes_BN4.new_tensor([width, height, width, height])
             boxes = boxes_BN4.gather(1, (index // categories)[..., None].expand(-1, -1, 4)).clamp(min=0).minimum(limit)
             last_first_n = -torch.arange(score.shape[1], device=score.device, dtype=score.dtype)
-            score, order = torch.where(keep_first(boxes, label, overlap), score, last_first_n).topk(
+            score, order = torch.where(apply_fast_nms(boxes, label, overlap), score, last_first_n).topk(
                 min(most, score.shape[1]), dim=1
             )
             return boxes.gather(1, order[..., None].expand(-1, -1, 4)), score.clamp(min=0), label.gather(1, order)
@@ -135,8 +135,10 @@ def compute_centrality(cells_N3: Tensor, corners_BN4: Tensor) -> Tensor:
     return ratios_BN2.prod(dim=-1).sqrt()
 
 
-def keep_first(boxes_Bn4: Tensor, label_Bn: Tensor, overlap: float) -> Tensor:
+def apply_fast_nms(boxes_Bn4: Tensor, label_Bn: Tensor, overlap: float) -> Tensor:
     """Return which detections, best first, do not overlap a better one of their category, (B, n) bool.
+
+    Fast NMS of YOLACT (Bolya et al., arXiv:1904.02689): a detection that is dropped still drops others.
 
     Args:
         overlap: the IoU up to which two are both kept.

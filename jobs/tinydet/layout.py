@@ -113,7 +113,9 @@ def _find_annotations_of_folders(raw: Path) -> list[AnnotationFile]:
             "and test, next to its images; or a folder of YOLO (images, labels and data.yaml), Pascal VOC, LabelMe or "
             "VisDrone."
         )
-    repeated = next((file for file in files if sum(other.path.parent == file.path.parent for other in files) > 1), None)
+    repeated = next(
+        (file for file in files if sum(sibling.path.parent == file.path.parent for sibling in files) > 1), None
+    )
     if repeated is not None:
         raise UserError(f"{repeated.path.parent}: several JSON files. Keep its annotations, and move the others away.")
     return files

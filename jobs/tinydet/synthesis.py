@@ -95,7 +95,7 @@ def draw_scene(number: int, seed: int) -> tuple[NDArray[np.uint8], Floats, NDArr
         half_x, half_y = _compute_extent(length, broad, angle) if kind != 1 else (length / 2, length / 2)
         x, y = rng.uniform(half_x + 1, WIDTH_PX - half_x - 1), rng.uniform(half_y + 1, HEIGHT_PX - half_y - 1)
         box = (x - half_x, y - half_y, x + half_x, y + half_y)
-        if any(_is_overlapping(box, other) for other in placed):
+        if any(_is_overlapping(box, placed_box) for placed_box in placed):
             continue
         placed.append(box)
         _draw_item(canvas, rng, int(kind), x, y, length, broad, angle)

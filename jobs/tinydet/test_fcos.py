@@ -6,7 +6,7 @@ import torch
 from tests.cases.tinydet import make_batch, make_config, make_module
 from trainyard.errors import UserError
 
-from .fcos import FCOS, assign, compute_centrality, keep_first, list_cells
+from .fcos import FCOS, apply_fast_nms, assign, compute_centrality, list_cells
 
 
 def list_levels(side_px: int, *strides: int) -> torch.Tensor:
@@ -53,8 +53,8 @@ def test_centrality_falls_from_the_centre_to_the_edges() -> None:
 
 def test_a_detection_that_overlaps_a_better_one_of_its_category_is_suppressed() -> None:
     boxes = torch.tensor([[0.0, 0, 10, 10], [1, 0, 11, 10], [1, 0, 11, 10], [20, 20, 30, 30]])
-    assert keep_first(boxes[None], torch.tensor([[0, 0, 1, 0]]), 0.6).tolist() == [[True, False, True, True]]
-    assert keep_first(boxes[None], torch.tensor([[0, 0, 1, 0]]), 0.9).all()
+    assert apply_fast_nms(boxes[None], torch.tensor([[0, 0, 1, 0]]), 0.6).tolist() == [[True, False, True, True]]
+    assert apply_fast_nms(boxes[None], torch.tensor([[0, 0, 1, 0]]), 0.9).all()
 
 
 def test_it_learns_two_images_and_finds_each_object_once() -> None:

@@ -79,8 +79,8 @@ def test_positions_have_the_published_temperature_and_runs_of_before_keep_theirs
     jobs = Path(__file__).resolve().parents[1]
     config = configs.compose(preset, [], jobs)
     assert isinstance(config, Config) and choose_temperature(config.model) == temperature
-    configs.freeze(configs.compose(preset, ["model.temperature=20"], jobs), tmp_path / "config.yaml")
-    before = configs.thaw(tmp_path / "config.yaml", jobs)
+    configs.save_config(configs.compose(preset, ["model.temperature=20"], jobs), tmp_path / "config.yaml")
+    before = configs.load_config(tmp_path / "config.yaml", jobs)
     assert isinstance(before, Config) and choose_temperature(before.model) == 20
 
 

@@ -58,7 +58,7 @@ def read_people(raw: Path, rule: PackingSettings, *, all_test: bool = False) -> 
     files = [path for path in list_files(raw, {".json"}, depth=0) if path.match(PAIRS)]
     spelling = {compose_letters(name): name for name in listing}  # of folders, which a Mac may have written
     pairs = [pair for file in files for pair in _read_pairs(file, spelling)]
-    _refuse_bad_pairs(pairs, listing)
+    _check_pairs(pairs, listing)
     family_by_person = connect_families(listing, [(pair.one, pair.other) for pair in pairs])
     twins = {name for pair in pairs for name in (pair.one, pair.other)}
     kept = _filter_singles(listing, twins, rule.singles, raw)
@@ -159,7 +159,7 @@ def _read_pairs(file: Path, spelling: Mapping[str, str]) -> Iterator[_Pair]:
             yield _Pair(one, other, name, f"{file}: pair {number}{' of ' + name if name else ''}")
 
 
-def _refuse_bad_pairs(pairs: list[_Pair], listing: dict[str, list[ListedImage]]) -> None:
+def _check_pairs(pairs: list[_Pair], listing: dict[str, list[ListedImage]]) -> None:
     seen: dict[frozenset[str], str] = {}
     for pair in pairs:
         for name in (pair.one, pair.other):

@@ -458,7 +458,7 @@ def write_json(path: Path, value: Any, *, durable: bool = True, inside: bool = F
     write_atomically(path, json.dumps(value, indent=2) + "\n", durable=durable, inside=inside)
 
 
-def open_file(path: Path) -> BufferedReader:
+def open_untrusted(path: Path) -> BufferedReader:
     """Open a file that may be another person's, for reading.
 
     Raises:
@@ -478,12 +478,12 @@ def open_file(path: Path) -> BufferedReader:
 
 
 def read_file(path: Path, *, most_bytes: int) -> bytes:
-    """Return the content of a file that may be another person's (see `open_file`), if it is as small as it should be.
+    """Return the content of a file that may be another person's (see `open_untrusted`), if it is small enough.
 
     Raises:
         OSError: it cannot be read, or is larger than `most_bytes`.
     """
-    with name_failed_file(path), open_file(path) as file:
+    with name_failed_file(path), open_untrusted(path) as file:
         blocks = iter(lambda: file.read(_BLOCK), b"")  # one read of `most_bytes` would take as much memory
         data = b"".join(itertools.islice(blocks, most_bytes // _BLOCK + 2))
     if len(data) > most_bytes:
@@ -578,7 +578,7 @@ def hash_file(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def limit_writers() -> Iterator[None]:
+def restrict_umask() -> Iterator[None]:
     """Create files and folders that only their owner can change, whatever the umask, until the block ends.
 
     The umask belongs to the whole process, and child processes inherit it.

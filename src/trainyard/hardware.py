@@ -341,7 +341,7 @@ def choose_compute_threads(environ: Mapping[str, str], *, cores: int, reason: st
     return Choice(int(threads), f"OMP_NUM_THREADS={stated} in the environment")
 
 
-def keep_compute_threads(recorded: int | None, chosen: Choice[int]) -> Choice[int]:
+def reuse_compute_threads(recorded: int | None, chosen: Choice[int]) -> Choice[int]:
     """Return how many threads a run on the CPU computes with, and the reason: as many as when it began.
 
     The bits of sums depend on the number of threads, and not on the number of cores that run them.

@@ -42,12 +42,14 @@ def write_table(
 
 def check_ending(path: Path) -> None:
     """Raise a UserError unless `write_rows` can write a file of this name."""
-    suffix, other = path.suffix.lower(), quote_path(path.with_suffix(".csv"))
+    suffix, csv_path = path.suffix.lower(), quote_path(path.with_suffix(".csv"))
     if suffix not in (".csv", ".json", ".parquet"):
-        raise UserError(f"{path}: its ending names no kind of table. Expected .csv, .json or .parquet, such as {other}")
+        raise UserError(
+            f"{path}: its ending names no kind of table. Expected .csv, .json or .parquet, such as {csv_path}"
+        )
     if suffix == ".parquet" and find_spec("pyarrow") is None:
         raise UserError(
-            f"{path}: pyarrow, which writes Parquet, is not installed: pip install pyarrow. Or name {other}"
+            f"{path}: pyarrow, which writes Parquet, is not installed: pip install pyarrow. Or name {csv_path}"
         )
 
 

@@ -130,7 +130,7 @@ def share_card(device: torch.device, collectives: str) -> None:
     if device.type == "cpu" or collectives == "nccl":
         return
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    distributed.refuse_shared_cards = lambda cards: None
+    distributed.check_cards_differ = lambda cards: None
     choose = distributed.choose_collectives
     distributed.choose_collectives = lambda visible: choose("MIG-")
 
@@ -169,7 +169,7 @@ def _exchange(world: World) -> Figures:
     agreement = distributed.Agreement()
     agreement.exchange(distributed.Decision(save=world.rank == 1))
     assert agreement.exchange(distributed.Decision()).save, "a decision of rank 1 does not arrive"
-    agreement.settle()
+    agreement.wait()
     return {}
 
 

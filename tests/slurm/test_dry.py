@@ -13,10 +13,10 @@ import yaml
 import trainyard
 from trainyard.cli import main
 from trainyard.cluster.description import load_cluster
-from trainyard.cluster.options import OPTIONS, keep_options, read_options
+from trainyard.cluster.options import OPTIONS, merge_options, read_options
 from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
-from trainyard.launch.batch_script import Turn
+from trainyard.launch.batch_script import JobDependency
 from trainyard.launch.submit import render_batch_script
 from trainyard.plan.make_plan import make_plan
 from trainyard.plan.resources import Code, ResourceRequest
@@ -60,7 +60,7 @@ def test_the_batch_script_for_each_card_matches_the_golden_text(hw, gpus, nodes,
 
 
 def test_the_second_array_of_a_sweep_waits_for_its_packing_and_for_the_first_array():
-    assert Turn(after_done=("1",), after_end="2").dependency == "afterok:1,afterany:2"
+    assert JobDependency(after_done=("1",), after_end="2").option == "afterok:1,afterany:2"
 
 
 def test_every_golden_text_is_compared():
@@ -298,9 +298,13 @@ def test_a_value_that_sbatch_could_misread_is_refused(name, value, said):
 
 def test_options_are_kept_on_resume_as_far_as_they_fit_the_nodes():
     previous = {"account": "a", "partition": "p", "mem": "64G", "comment": "c"}
-    assert keep_options(previous, same_nodes=True, stated={"mem": "32G"}) == {**previous, "mem": "32G"}
-    assert keep_options(previous, same_nodes=False, stated={"qos": "q"}) == {"account": "a", "comment": "c", "qos": "q"}
-    assert "account" not in keep_options(previous, same_nodes=True, stated={"account": ""})
+    assert merge_options(previous, same_nodes=True, stated={"mem": "32G"}) == {**previous, "mem": "32G"}
+    assert merge_options(previous, same_nodes=False, stated={"qos": "q"}) == {
+        "account": "a",
+        "comment": "c",
+        "qos": "q",
+    }
+    assert "account" not in merge_options(previous, same_nodes=True, stated={"account": ""})
 
 
 def test_the_command_line_takes_every_option_and_shows_it(capsys):

@@ -81,7 +81,7 @@ def test_submitting_loads_no_torch_and_reads_a_stored_prediction(lab, tmp_path):
         job = next(line.split()[-1] for line in output.splitlines() if line.startswith("submitted"))
         lab.run("scancel", job)
         runs = sorted((tmp_path / "runs" / "stripes").iterdir(), key=lambda run: run.stat().st_ctime)
-        config = configs.thaw(runs[0] / "config.yaml", FAMILIES)
+        config = configs.load_config(runs[0] / "config.yaml", FAMILIES)
         plan = make_plan(config, load_cluster(LAB_FILE), ResourceRequest(hw="a5000"))
         store_plan(plan, {"XDG_CACHE_HOME": str(tmp_path)}, FAMILIES)
     recorded = [read_env(run)["choices"]["predicted_memory"]["value"] for run in runs]

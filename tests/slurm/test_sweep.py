@@ -26,7 +26,7 @@ from tests.slurm.cluster_runs import (
 )
 from tests.slurm.conftest import Lab
 from tests.training import FAMILIES
-from trainyard.config.compose import compose, find_differences, thaw
+from trainyard.config.compose import compose, find_differences, load_config
 from trainyard.data.prepare import prepare_data
 from trainyard.errors import UserError
 from trainyard.launch.sweep import choose_array_size
@@ -126,7 +126,7 @@ def test_hydras_own_launcher_submits_a_multirun_and_waits_for_it(lab: Lab, tmp_p
     done = lab.try_run(sys.executable, "-m", "trainyard", *words, cwd=tmp_path, timeout_s=300)
     assert done.returncode == 0, done.stderr
     made = sorted((tmp_path / "runs/stripes").iterdir())
-    assert [thaw(run / runs.CONFIG, FAMILIES).seed for run in made] == [0, 1]
+    assert [load_config(run / runs.CONFIG, FAMILIES).seed for run in made] == [0, 1]
     for run in made:
         events = (run / "events.jsonl").read_text()
         assert '"event": "done"' in events and '"world_size": 2' in events
@@ -193,7 +193,7 @@ def test_a_sweep_that_was_killed_while_its_runs_were_created_is_continued(
     assert "80 new" in capsys.readouterr().out
     assert trainyard("sweep", "--continue", "k", *where) == 0
     assert f"{len(missing)} runs, which an interruption had left out" in capsys.readouterr().err
-    configs = [thaw(element.run / runs.CONFIG, FAMILIES) for element in made.elements]
+    configs = [load_config(element.run / runs.CONFIG, FAMILIES) for element in made.elements]
     assert [config.seed for config in configs] == list(range(80))
     assert not find_differences(configs[0], replace(configs[-1], seed=0))
     jobs = {read_slurm_job_id(element.run) for element in made.elements}

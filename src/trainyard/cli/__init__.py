@@ -110,13 +110,13 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     arguments, rest = parser.parse_known_args(argv)
     unrecognized = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
     if unrecognized:
-        _refuse_words(verbs.choices[arguments.verb], unrecognized)
+        _exit_with_unknown_words(verbs.choices[arguments.verb], unrecognized)
     if rest:
         arguments.overrides += rest
     return arguments
 
 
-def _refuse_words(verb: argparse.ArgumentParser, words: Sequence[str]) -> NoReturn:
+def _exit_with_unknown_words(verb: argparse.ArgumentParser, words: Sequence[str]) -> NoReturn:
     """Exit with one line about words that a command does not know, and the flags of it that come nearest."""
     flags = re.findall(r"(?<![\w-])--?\w[\w-]*", verb.format_usage())
     near = dict.fromkeys(flag for word in words for flag in find_nearest(word.partition("=")[0], flags))

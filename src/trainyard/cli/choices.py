@@ -12,8 +12,8 @@ from trainyard.config import compose as configs
 from trainyard.config.families import Root
 from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
-from trainyard.files import limit_writers
-from trainyard.launch.predecessor import Predecessor
+from trainyard.files import restrict_umask
+from trainyard.launch.upstream_run import UpstreamRun
 from trainyard.plan.choose_data import DataChoice, choose_data
 from trainyard.plan.memory import compute_key
 from trainyard.plan.packing import PackingChoice
@@ -75,7 +75,7 @@ def describe_choices(
     data: DataChoice,
     count: int | None = None,
     packing: PackingChoice | None = None,
-    after: Predecessor | None = None,
+    after: UpstreamRun | None = None,
     memory: Choice[str] | None = None,
 ) -> dict[str, str]:
     """Return the facts that a plan lacks, by the names of its rows.
@@ -124,7 +124,7 @@ def list_sections(
 
 def record_rows(run: Path, **choices: Choice[str] | None) -> None:
     """Record a command's choices in a run; None is left out."""
-    with limit_writers():
+    with restrict_umask():
         runs.record_choices(run, {name: choice for name, choice in choices.items() if choice is not None})
 
 

@@ -15,8 +15,8 @@ from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import check_packed, find_raw, is_packed
 from trainyard.data.splits import find_splits
 from trainyard.launch import submit, sweep
-from trainyard.launch.batch_script import Turn
-from trainyard.launch.predecessor import Predecessor
+from trainyard.launch.batch_script import JobDependency
+from trainyard.launch.upstream_run import UpstreamRun
 from trainyard.plan.choose_data import DataChoice
 from trainyard.plan.make_plan import make_plan
 from trainyard.plan.packing import PackingChoice, choose_shared_packing
@@ -73,7 +73,7 @@ def print_submit(
     packing: PackingChoice,
     request: RunRequest,
     *,
-    after: Predecessor | None = None,
+    after: UpstreamRun | None = None,
     memory: Choice[str] | None = None,
 ) -> None:
     """Print what `submit` would submit for one run."""
@@ -127,7 +127,7 @@ def print_submission(
     data: DataChoice | None = None,
     packing: PackingChoice | None = None,
     packing_run: Path | None = None,
-    after: Predecessor | None = None,
+    after: UpstreamRun | None = None,
     memory: Choice[str] | None = None,
 ) -> int:
     """Print the plan and the batch scripts of a submission.
@@ -148,9 +148,11 @@ def print_submission(
     first = [packing.plan] if packing is not None and packing.plan is not None else []
     packed = [packing_run] if packing_run is not None else list(runs)
     wanted = tuple(job for job in (*(PACKING for job in first), after.job if after is not None else "") if job)
-    turns = [*((job, packed, Turn(only_packs=True)) for job in first), (plan, list(runs), Turn(after_done=wanted))]
-    for job, trained, turn in turns:
-        script = submit.render_batch_script(job, trained, folder=folder, code=code, parallel=parallel, turn=turn)
+    jobs = [(job, packed, JobDependency(only_packs=True)) for job in first]
+    for job, trained, dependency in [*jobs, (plan, list(runs), JobDependency(after_done=wanted))]:
+        script = submit.render_batch_script(
+            job, trained, folder=folder, code=code, parallel=parallel, dependency=dependency
+        )
         say(f"\n{script}")
     say("Nothing was submitted.", file=sys.stderr)
     return 0

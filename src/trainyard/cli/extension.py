@@ -51,7 +51,7 @@ def plan_extension(
     saved = next((entry for entry in list_checkpoints(run / "checkpoints") if entry.problem is None), None)
     step = saved.step if saved else 0
     if step:
-        _refuse_if_out_of_patience(run, old, new, step)
+        _check_patience(run, old, new, step)
     differences = "; ".join(_list_differences(run, old, step, steps_per_epoch)) if step else ""
     if differences and not allow_inexact:
         raise UserError(
@@ -85,7 +85,7 @@ def _is_longer(old: str, new: str, steps_per_epoch: int | None) -> bool:
     return after.to_steps(steps_per_epoch) > before.to_steps(steps_per_epoch)
 
 
-def _refuse_if_out_of_patience(run: Path, old: TrainConfig, new: TrainConfig, step: int) -> None:
+def _check_patience(run: Path, old: TrainConfig, new: TrainConfig, step: int) -> None:
     ended_so = any(event.get("event") == "out_of_patience" and event["step"] == step for event in read_events(run))
     if ended_so and 0 < new.patience <= old.patience:
         raise UserError(

@@ -112,7 +112,7 @@ def _measure_as_rank(args: argparse.Namespace) -> int:
 
     world = read_world(os.environ)
     show_own_mig_slice(os.environ, world.local_rank)
-    config = configs.thaw(args.as_rank / CONFIG, args.jobs)
+    config = configs.load_config(args.as_rank / CONFIG, args.jobs)
     distributed.join(world, args.as_rank, os.environ, deterministic=config.deterministic)
     code = _measure(args.as_rank, config, args, world)
     distributed.leave()

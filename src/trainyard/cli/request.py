@@ -222,7 +222,7 @@ def wait_while_ending(folders: Sequence[Path]) -> list[status.Status]:
         time.sleep(1)
 
 
-def refuse_if_busy(run: Path) -> status.Status:
+def require_idle(run: Path) -> status.Status:
     """Return the status of a run; raise a UserError if it is still waiting or running in Slurm."""
     (known,) = wait_while_ending([run])
     if known.state in ACTIVE:

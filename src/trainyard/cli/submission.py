@@ -21,7 +21,7 @@ from trainyard.cli.plan import Target, check_memory, check_target
 from trainyard.cli.request import add_plan_option, add_resource_args, check_against_slurm, find_cluster, read_request
 from trainyard.cli.verb import Verbs, add_verb
 from trainyard.cluster import description as clusters
-from trainyard.cluster.options import keep_options, read_options
+from trainyard.cluster.options import merge_options, read_options
 from trainyard.config import compose as configs
 from trainyard.config.families import choose_root
 from trainyard.config.settings import TrainConfig
@@ -31,7 +31,7 @@ from trainyard.environment import LocalGpu, count_visible_gpus, list_gpus
 from trainyard.errors import UserError
 from trainyard.hardware import choose_sync_batchnorm, find_gpu_by_name
 from trainyard.launch import submit
-from trainyard.launch.predecessor import Predecessor, find_predecessor
+from trainyard.launch.upstream_run import UpstreamRun, find_upstream_run
 from trainyard.plan.choose_data import DataChoice, require_data
 from trainyard.plan.make_plan import make_plan
 from trainyard.plan.packing import PackingChoice, choose_packing
@@ -90,7 +90,7 @@ def _submit(args: argparse.Namespace) -> int:
     if args.cpu_ranks:
         raise UserError(f"--cpu-ranks {args.cpu_ranks}: is for --local; the nodes of a cluster train on GPUs: --gpus N")
     cluster = find_cluster(request.cluster, job=request.job, dry=request.is_dry)
-    after = find_predecessor(runs.resolve_run(args.after, args.runs)) if args.after else None
+    after = find_upstream_run(runs.resolve_run(args.after, args.runs)) if args.after else None
     first = _choose(request, cluster)
     second = None
     if args.then:
@@ -103,7 +103,7 @@ def _submit(args: argparse.Namespace) -> int:
         dry.print_submit(first.plan, first.data, first.packing, request, after=after, memory=first.memory)
         if second is not None:
             say()
-            before = Predecessor(request.runs_dir.absolute() / request.job / (request.name or dry.NEW), dry.FIRST)
+            before = UpstreamRun(request.runs_dir.absolute() / request.job / (request.name or dry.NEW), dry.FIRST)
             dry.print_submit(
                 second.plan, second.data, second.packing, second.request, after=before, memory=second.memory
             )
@@ -111,7 +111,7 @@ def _submit(args: argparse.Namespace) -> int:
     run, job = _submit_run(first, after)
     if second is not None:
         try:
-            _submit_run(second, Predecessor(run, job))
+            _submit_run(second, UpstreamRun(run, job))
         except UserError as error:
             raise UserError(
                 f"{error}\n{args.job} was submitted as Slurm job {job}, but not {args.then}. Without this mistake, "
@@ -158,7 +158,7 @@ def _list_own_words(request: RunRequest, before: str) -> tuple[str, ...]:
     return ("submit", request.job, *request.overrides, *flags, *words, "--after", before)
 
 
-def _submit_run(chosen: _Chosen, after: Predecessor | None) -> tuple[Path, str]:
+def _submit_run(chosen: _Chosen, after: UpstreamRun | None) -> tuple[Path, str]:
     """Create and submit a run; return its folder and the Slurm job that trains it."""
     request, plan, packing = chosen.request, chosen.plan, chosen.packing
     root, group = request.runs_dir.absolute(), plan.cluster.group
@@ -251,7 +251,7 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
     previous = read_submission(run)
     if previous["scheduler"] == "local":
         raise UserError(f"{run}: ran on this machine. Resume it here: trainyard resume {quote_path(run)} --here")
-    config = configs.thaw(run / runs.CONFIG, args.jobs)
+    config = configs.load_config(run / runs.CONFIG, args.jobs)
     cluster = find_cluster(args.cluster or previous["cluster_file"], job=config.job, dry=args.dry)
     same_hw = not args.hw or args.hw == previous["hw"]
     request = ResourceRequest(
@@ -259,7 +259,7 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
         hw=args.hw or previous["hw"],
         nodes=args.nodes or (previous["nodes"] if same_hw and not args.gpus else 0),
         time=args.time or (f"{previous['time_min']}m" if same_hw else ""),
-        options=keep_options(previous.get("options", {}), same_nodes=same_hw, stated=read_options(vars(args))),
+        options=merge_options(previous.get("options", {}), same_nodes=same_hw, stated=read_options(vars(args))),
         keeps_micro_batch=True,
     )
     plan = make_plan(config, cluster, request)

@@ -32,7 +32,7 @@ from trainyard.cli.request import (
 )
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb
 from trainyard.cluster.description import Cluster
-from trainyard.cluster.options import keep_options, read_options
+from trainyard.cluster.options import merge_options, read_options
 from trainyard.config import compose as configs
 from trainyard.data.raw import list_once
 from trainyard.errors import UserError
@@ -91,15 +91,15 @@ def _run_sweep(args: argparse.Namespace) -> int:
     check_against_slurm(plan)
     axes, combinations = sweeps.combine(args.job, args.sweep, fixed, args.jobs)
     most = _choose_array_size(plan, len(combinations))
-    settled = _settle(combinations, plan, data, request, varies_micro_batch="micro_batch_size" in axes)
-    packing = choose_shared_packing(plan, [run.config for run in settled], args.jobs)
+    planned = _plan_runs(combinations, plan, data, request, varies_micro_batch="micro_batch_size" in axes)
+    packing = choose_shared_packing(plan, [run.config for run in planned], args.jobs)
     if packing.plan is not None:
-        _choose_array_size(plan, len(settled), packs=True)
+        _choose_array_size(plan, len(planned), packs=True)
     sweep = sweeps.create(
         args.job,
         axes,
         fixed,
-        settled,
+        planned,
         root=args.runs.absolute(),
         name=args.name,
         environ=os.environ,
@@ -117,7 +117,7 @@ def _run_sweep(args: argparse.Namespace) -> int:
     return 0
 
 
-def _settle(
+def _plan_runs(
     combinations: Sequence[sweeps.Combination],
     plan: Plan,
     data: DataChoice,
@@ -126,13 +126,13 @@ def _settle(
     varies_micro_batch: bool,
 ) -> list[sweeps.NewRun]:
     """Plan each run, whose values may be impossible on this GPU type."""
-    resources, settled = replace(request.resources, hw=plan.hw), []
+    resources, planned = replace(request.resources, hw=plan.hw), []
     for own, config in sweeps.show_progress(combinations, "planning", total=len(combinations)):
         each = make_plan(find_start(config, request.runs_dir), plan.cluster, resources)
         each = replace(each, why_hw=plan.why_hw)
         memory = check_memory(each, request, allow_smaller_batch=not varies_micro_batch)
-        settled.append(sweeps.NewRun(own, each.config, list_sections(data, request.families, each, memory=memory)))
-    return settled
+        planned.append(sweeps.NewRun(own, each.config, list_sections(data, request.families, each, memory=memory)))
+    return planned
 
 
 def _continue_sweep(args: argparse.Namespace) -> int:
@@ -161,20 +161,20 @@ def _continue_sweep(args: argparse.Namespace) -> int:
         hw=args.hw or submission["hw"],
         nodes=args.nodes,
         time=args.time or f"{submission['time_min']}m",
-        options=keep_options(submission.get("options", {}), same_nodes=same_hw, stated=read_options(vars(args))),
+        options=merge_options(submission.get("options", {}), same_nodes=same_hw, stated=read_options(vars(args))),
         keeps_micro_batch=True,
     )
     recall_families(present[0], args)
     if missing and not args.dry:
         _create_missing(sweep, missing, cluster, resources, args)
     there = [e.run for e in unfinished if (e.run / runs.CONFIG).is_file()] or present[:1]
-    settled = [configs.thaw(run / runs.CONFIG, args.jobs) for run in there]
-    plan = make_plan(settled[0], cluster, resources)
+    planned = [configs.load_config(run / runs.CONFIG, args.jobs) for run in there]
+    plan = make_plan(planned[0], cluster, resources)
     folder = sweep.folder / "code"
     code = Code(Path(submission["code"]), Path(submission["jobs"])) if submitted else dry.name_code(args.jobs, folder)
     if not code.folder.exists() and not args.dry:
         code = submit.snapshot_code(args.jobs, folder)
-    packing = choose_shared_packing(plan, settled, args.jobs, code=code)
+    packing = choose_shared_packing(plan, planned, args.jobs, code=code)
     if args.dry:
         return dry.print_submission(
             plan,
@@ -212,8 +212,8 @@ def _create_missing(
     plan = make_plan(data.config, cluster, request.resources)
     own = [element.overrides for element in missing]
     combinations = map(sweeps.Combination, own, configs.compose_each(sweep.job, sweep.fixed, own, args.jobs))
-    settled = _settle(list(combinations), plan, data, request, varies_micro_batch="micro_batch_size" in sweep.axes)
-    sweeps.create_runs(missing, settled, environ=os.environ, group=cluster.group)
+    planned = _plan_runs(list(combinations), plan, data, request, varies_micro_batch="micro_batch_size" in sweep.axes)
+    sweeps.create_runs(missing, planned, environ=os.environ, group=cluster.group)
     say(f"{len(missing)} runs, which an interruption had left out, were created now.", file=sys.stderr)
 
 

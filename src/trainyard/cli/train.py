@@ -15,16 +15,16 @@ from loguru import logger
 from trainyard.cli import dry, submission
 from trainyard.cli.choices import add_synthetic_option, find_start, list_sections
 from trainyard.cli.extension import LENGTH, Extension, plan_extension, record_extension
-from trainyard.cli.request import add_plan_option, add_resource_args, recall_families, refuse_if_busy, require_trust
+from trainyard.cli.request import add_plan_option, add_resource_args, recall_families, require_idle, require_trust
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb
 from trainyard.config import compose as configs
 from trainyard.config.families import Root, format_families
 from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
-from trainyard.files import limit_writers
+from trainyard.files import restrict_umask
 from trainyard.hardware import choose_sync_batchnorm, show_own_mig_slice
 from trainyard.launch import submit
-from trainyard.plan.choose_data import DataChoice, choose_data, refuse_no_data
+from trainyard.plan.choose_data import DataChoice, choose_data, require_chosen_data
 from trainyard.runs import changes
 from trainyard.runs import folder as runs
 from trainyard.runs.create import Origin, create_run
@@ -92,9 +92,9 @@ def _run(args: argparse.Namespace) -> int:
     data = _choose_data(config, args)
     config = prepare_data(data.config, args.jobs)
     if run is not None and (run / runs.CONFIG).is_file():
-        with limit_writers(), RunLock(run, break_other_host=args.break_lock):
-            changes.refuse_changes(run)
-            _apply_changes(run, configs.thaw(run / runs.CONFIG, args.jobs), config)
+        with restrict_umask(), RunLock(run, break_other_host=args.break_lock):
+            changes.check_unchanged(run)
+            _apply_changes(run, configs.load_config(run / runs.CONFIG, args.jobs), config)
     else:
         sections = list_sections(data, Root(args.jobs, args.why_jobs))
         run = create_run(args.runs, config, name=args.name, origin=Origin.collect(os.environ), chosen=sections)
@@ -122,14 +122,14 @@ def _choose_data(config: TrainConfig, args: argparse.Namespace) -> DataChoice:
         jobs_dir=args.jobs,
         environ=os.environ,
     )
-    refuse_no_data(data, jobs_dir=args.jobs, typed=args.typed)
+    require_chosen_data(data, jobs_dir=args.jobs, typed=args.typed)
     return data
 
 
 def _print_run(run: Path, config: TrainConfig, args: argparse.Namespace, count: int) -> int:
     if (run / runs.CONFIG).is_file():
-        changes.refuse_changes(run)
-        old = configs.thaw(run / runs.CONFIG, args.jobs)
+        changes.check_unchanged(run)
+        old = configs.load_config(run / runs.CONFIG, args.jobs)
         config = replace(config, data=replace(config.data, path=old.data.path))  # packing would name the folder
         _apply_changes(run, old, config, write=False)
     return dry.print_run(run, config, args.jobs, ranks=count)
@@ -141,13 +141,13 @@ def _resume(args: argparse.Namespace) -> int:
     submitted = (run / runs.SUBMISSION).is_file() and not args.here
     if submitted:
         read_submission(run)  # raises if it is damaged
-        ended = refuse_if_busy(run)
+        ended = require_idle(run)
     count = 1 if submitted else _count_ranks(args)
     if args.dry:
         if not args.changed_files:
-            changes.refuse_changes(run)
+            changes.check_unchanged(run)
         recall_families(run, args)
-        config = configs.thaw(run / runs.CONFIG, args.jobs)
+        config = configs.load_config(run / runs.CONFIG, args.jobs)
         new = configs.apply_overrides(config, args.overrides)
         extension = plan_extension(run, config, new, args.jobs, allow_inexact=args.inexact)
         _apply_changes(run, config, new, extension, write=False)
@@ -157,10 +157,10 @@ def _resume(args: argparse.Namespace) -> int:
     if submitted:
         submit.settle_end(ended)
     if _is_main():
-        with limit_writers(), RunLock(run, break_other_host=args.break_lock):
+        with restrict_umask(), RunLock(run, break_other_host=args.break_lock):
             _settle_changed_files(run, args.changed_files)
             recall_families(run, args)
-            config = configs.thaw(run / runs.CONFIG, args.jobs)
+            config = configs.load_config(run / runs.CONFIG, args.jobs)
             changed = configs.apply_overrides(config, args.overrides)
             _refuse_impossible(changed, count)
             extension = plan_extension(run, config, changed, args.jobs, allow_inexact=args.inexact)
@@ -176,7 +176,7 @@ def _settle_changed_files(run: Path, wanted: str | None) -> None:
         changes.restore_files(run)
     elif wanted == "accept":
         changes.accept_changes(run)
-    changes.refuse_changes(run)
+    changes.check_unchanged(run)
 
 
 def _run_rank(args: argparse.Namespace) -> int:
@@ -256,7 +256,7 @@ def _apply_changes(
     if changed and write:
         if extension is not None:
             record_extension(run, extension, new)
-        configs.freeze(new, run / runs.CONFIG)
+        configs.save_config(new, run / runs.CONFIG)
 
 
 def _count_ranks(args: argparse.Namespace) -> int:

@@ -271,8 +271,8 @@ def _convert_value(kind: Any, node: yaml.Node, key: str) -> Any:
         assert isinstance(kind, type)
         return _build_dataclass(kind, node, key)
     if key.endswith(".card") and isinstance(node, yaml.MappingNode):
-        other = _build_dataclass(OtherCard, node, key)
-        return make_gpu_key(other.sm, other.memory_gib)
+        card = _build_dataclass(OtherCard, node, key)
+        return make_gpu_key(card.sm, card.memory_gib)
     if get_origin(kind) is list:
         return [_read_text(item, key) for item in _read_list(node, key)]
     if get_origin(kind) is dict:

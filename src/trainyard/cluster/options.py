@@ -51,7 +51,7 @@ def find_problem(name: str, value: str) -> str:
     return "expected a name, or several separated by commas, without spaces and quotes."
 
 
-def keep_options(previous: Mapping[str, str], *, same_nodes: bool, stated: Mapping[str, str]) -> dict[str, str]:
+def merge_options(previous: Mapping[str, str], *, same_nodes: bool, stated: Mapping[str, str]) -> dict[str, str]:
     """Return the options of a submission that resumes a run: the previous ones, changed by those stated now."""
     kept = {name: value for name, value in previous.items() if same_nodes or name in _OF_ANY_NODES}
     return {name: value for name, value in {**kept, **stated}.items() if value}

@@ -138,13 +138,13 @@ def list_kept_options(config: TrainConfig) -> tuple[dict[str, Any], dict[str, An
     return kept, {option.name: option.value for option in options if option.name not in kept}
 
 
-def freeze(config: TrainConfig, path: Path) -> None:
+def save_config(config: TrainConfig, path: Path) -> None:
     """Write every option with its value to `path` as YAML, atomically."""
     write_frozen(asdict(config), path)
 
 
-def thaw(path: Path, jobs_dir: Path) -> TrainConfig:
-    """Read what `freeze` wrote. An option added since then takes its default.
+def load_config(path: Path, jobs_dir: Path) -> TrainConfig:
+    """Read what `save_config` wrote. An option added since then takes its default.
 
     Raises:
         ConfigError: no such file, invalid YAML, more than plain values, an option that the family no longer has, or a
@@ -217,7 +217,7 @@ def resolve(tree: DictConfig, where: str) -> TrainConfig:
     Raises:
         ConfigError: a value is missing or of the wrong type, or an interpolation leads nowhere or to the environment.
     """
-    with _refuse_environment() as variables:
+    with _forbid_environment() as variables:
         try:
             config = OmegaConf.to_object(tree)
         except OmegaConfBaseException as error:
@@ -459,7 +459,7 @@ def _describe_error(error: OmegaConfBaseException, tree: DictConfig) -> str:
 
 
 @contextmanager
-def _refuse_environment() -> Iterator[list[str]]:
+def _forbid_environment() -> Iterator[list[str]]:
     """Have `${oc.env:NAME}` fail, however it is written; the list then contains the variable's name."""
     variables: list[str] = []
 

@@ -189,7 +189,7 @@ def describe_value(value: Any) -> str:
 
 
 @contextmanager
-def refuse_own_randomness(where: str, instead: str) -> Iterator[None]:
+def forbid_own_randomness(where: str, instead: str) -> Iterator[None]:
     """Refuse a block of a family's code that draws from Python's or NumPy's own random state, which no run seeds.
 
     Args:
@@ -204,8 +204,8 @@ def refuse_own_randomness(where: str, instead: str) -> Iterator[None]:
     before = random.getstate(), pickle.dumps(np.random.get_state())
     yield
     after = random.getstate(), pickle.dumps(np.random.get_state())
-    for name, one, other in zip(("Python's random", "numpy.random"), before, after, strict=True):
-        if one != other:
+    for name, state, state_after in zip(("Python's random", "numpy.random"), before, after, strict=True):
+        if state != state_after:
             raise ContractError(f"{where} draws from {name}, whose state no run seeds or saves. Use {instead}.")
 
 

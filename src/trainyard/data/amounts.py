@@ -93,10 +93,10 @@ class AmountReader:
             return
         if "comma" in self._first_by_reading:
             line, cell = self._first_by_reading["comma"]
-            other = self._first_by_reading.get("point")
-            contrast = f", but '{other[1]}' in line {other[0]} a decimal point" if other else ""
+            with_point = self._first_by_reading.get("point")
+            contrast = f", but '{with_point[1]}' in line {with_point[0]} a decimal point" if with_point else ""
             usual = "packing.decimal_mark=comma. It is usual where semicolons separate the columns"
-            remedy = "Write all numbers alike" if other else f"State it: {usual}"
+            remedy = "Write all numbers alike" if with_point else f"State it: {usual}"
             raise UserError(f"{self.file}, line {line}: '{cell}' has a decimal comma{contrast}. {remedy}.")
         if not points and "either" in self._first_by_reading and "point" not in self._first_by_reading:
             line, text = self._first_by_reading["either"]

@@ -91,14 +91,14 @@ def read_annotations(path: Path) -> Annotations:
             nothing, or two categories have one name; the message names the file and the entry.
     """
     content = read_json(path, Annotations, expected=EXPECTED)
-    _refuse_repeated(path, "image", (image.id for image in content.images))
-    _refuse_repeated(path, "annotation", (entry.id for entry in content.annotations if entry.id is not None))
-    _refuse_repeated(path, "category", (category.id for category in content.categories))
+    _check_unique(path, "image", (image.id for image in content.images))
+    _check_unique(path, "annotation", (entry.id for entry in content.annotations if entry.id is not None))
+    _check_unique(path, "category", (category.id for category in content.categories))
     images, categories = {image.id for image in content.images}, {kind.id: kind.name for kind in content.categories}
-    refuse_mixed_categories(path, categories)
+    check_category_ids(path, categories)
     for name, count in Counter(categories.values()).items():
         if count > 1:
-            ids = ", ".join(repr(number) for number, other in categories.items() if other == name)
+            ids = ", ".join(repr(number) for number, category in categories.items() if category == name)
             raise UserError(
                 f"{path}: the categories {ids} are all called '{name}', so their objects would train as {count} "
                 "classes and be scored as one. Give them one id, or different names."
@@ -121,7 +121,7 @@ def read_annotations(path: Path) -> Annotations:
     return content
 
 
-def refuse_mixed_categories(path: Path, ids: Iterable[Id]) -> None:
+def check_category_ids(path: Path, ids: Iterable[Id]) -> None:
     """Refuse category ids of which some are numbers and some are texts: they have no common order."""
     by_type = {type(key): key for key in ids}
     if len(by_type) > 1:
@@ -135,7 +135,7 @@ def _name_object(number: int, entry: ObjectEntry) -> str:
     return f"annotations[{number}]" if entry.id is None else f"annotation {entry.id}"
 
 
-def _refuse_repeated(path: Path, what: str, ids: Iterable[Id]) -> None:
+def _check_unique(path: Path, what: str, ids: Iterable[Id]) -> None:
     repeated = [str(number) for number, count in Counter(ids).items() if count > 1]
     if repeated:
         raise UserError(

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from trainyard.data.augment import Parameters
-from trainyard.data.item import Item
+from trainyard.data.host_batch import HostBatch
 
 _MODES = {1: "L", 3: "RGB"}
 _GRAY_TOGETHER = 4  # channels of the operator that resizes
@@ -32,15 +32,15 @@ class Request:
     shapes: np.ndarray  # (B, 3) int32: height, width, channels of each
     parameters: Parameters
     out: Tensor  # (B, H, W, C) uint8 on the host, the loader's buffer, which the decoder fills
-    item: Any = None  # the loader's
+    batch: Any = None  # the loader's
     to_stored: np.ndarray | None = None  # of masks: (B, 2, 3) from pixels of the input to pixels of the stored mask
 
 
 OUTSIDE = 255
 """The class in a mask where the model's input shows nothing of the stored image."""
 
-AudioRequest = tuple[Item, list[np.ndarray]]
-"""One micro-batch of audio: the loader's item, and B WAV or FLAC files, uint8, or (frames,) int16 recordings."""
+AudioRequest = tuple[HostBatch, list[np.ndarray]]
+"""One micro-batch of audio: the loader's batch, and B WAV or FLAC files, uint8, or (frames,) int16 recordings."""
 
 
 def decode(requests: Iterator[Request], *, channels: int, fill: int, threads: int) -> Iterator[tuple[Request, Tensor]]:
@@ -91,8 +91,8 @@ def _move_mask(request: Request, i: int) -> None:
 def decode_audio(requests: Iterator[AudioRequest], *, threads: int) -> Iterator[AudioRequest]:
     """Decode the files of each request, in order."""
     with ThreadPoolExecutor(threads, thread_name_prefix="decode") if threads else CallerThread() as pool:
-        for item, records in requests:
-            yield item, list(pool.map(decode_recording, records))
+        for batch, records in requests:
+            yield batch, list(pool.map(decode_recording, records))
 
 
 def decode_recording(record: np.ndarray) -> np.ndarray:

@@ -49,7 +49,7 @@ def open_hdf5(path: Path) -> h5py.File:
         FormatError: it states another format number, or none.
         ShardError: it is not an HDF5 file, or contains something that we never write.
     """
-    _refuse_special_file(path)
+    _check_regular_file(path)
     try:
         file = h5py.File(path, "r", locking=False)  # locks fail on many network file systems; nobody writes here
     except OSError as error:
@@ -133,7 +133,7 @@ def read_texts(group: h5py.Group) -> list[str]:
     return [blob[a:b].decode() for a, b in itertools.pairwise(ends)]
 
 
-def _refuse_special_file(path: Path) -> None:
+def _check_regular_file(path: Path) -> None:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

@@ -29,7 +29,7 @@ from trainyard.data.hdf5 import (
     read_string,
     read_texts,
 )
-from trainyard.files import name_failed_file, open_file, parse_json
+from trainyard.files import name_failed_file, open_untrusted, parse_json
 from trainyard.text import quote_path
 
 INDEX = "index.h5"
@@ -188,7 +188,7 @@ def hold_packed(folder: Path) -> BinaryIO:
 def is_index(path: Path) -> bool:
     """Return whether a file begins as packing begins an index, and is no link; the rest is not read."""
     try:
-        with open_file(path) as file:
+        with open_untrusted(path) as file:
             return file.read(len(_MARK)) == _MARK
     except OSError:
         return False

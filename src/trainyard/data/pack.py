@@ -404,7 +404,7 @@ def _write_index(file: h5py.File, written: Sequence[WrittenShard]) -> None:
             )
     parts = [_read_part(shard.path) for shard in written]  # one after the other: a system allows few open files
     for part in parts:
-        _refuse_other_records(parts[0], part)
+        _check_same_records(parts[0], part)
     keys = [key for part in parts for key in part.columns[KEY]]
     twice = next((key for key, count in Counter(keys).items() if count > 1), None)
     if twice is not None:
@@ -424,7 +424,7 @@ def _write_index(file: h5py.File, written: Sequence[WrittenShard]) -> None:
 _PLACES = ("start", "size", "crc", "shape")
 
 
-def _refuse_other_records(first: "_Part", part: "_Part") -> None:
+def _check_same_records(first: "_Part", part: "_Part") -> None:
     """Refuse a shard whose samples have other records or columns than those of the first."""
     forms = [
         {name: " (numbers)" if isinstance(column, np.ndarray) else " (texts)" for name, column in side.columns.items()}

@@ -471,11 +471,11 @@ def log_unread(raw: Path, seen: "Seen") -> None:
     """Log which files of a folder are not read, by their endings."""
     if raw.is_file():
         return
-    media, other = describe_unread(raw, seen.is_read)
+    media, other_files = describe_unread(raw, seen.is_read)
     if media:
         logger.warning("{}: not read: {}", raw, media)
-    if other:
-        logger.info("{}: not read, because they hold no samples: {}", raw, other)
+    if other_files:
+        logger.info("{}: not read, because they hold no samples: {}", raw, other_files)
 
 
 class Seen:

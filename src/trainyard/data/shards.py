@@ -194,7 +194,7 @@ class ShardSet:
         rows.take(ids + shift[owners], axis=0, out=out, mode="clip")  # one call instead of a loop in Python
         self._verify_checksums(name, ids, out, owners, when=check_crc)
 
-    def refuse_misfits(self, name: str, ids: np.ndarray) -> None:
+    def check_headers(self, name: str, ids: np.ndarray) -> None:
         """Raise if the header of a record contradicts the index: for records that cannot be decoded.
 
         Raises:
@@ -345,7 +345,7 @@ def verify(folder: Path, progress: Callable[[int], object] = lambda bytes_read: 
             if not shard.path.is_file():
                 yield Damage(shard.path, "the file", "missing")
                 continue
-            refuse_link_out(shard)
+            check_no_link_out(shard)
             size = shard.path.stat().st_size
             if size != shard.size_bytes:
                 yield Damage(shard.path, "the file", f"{size} bytes, expected {shard.size_bytes}")
@@ -383,7 +383,7 @@ def check_size(shard: Shard) -> None:
     """
     if not shard.path.is_file():
         raise ShardError(f"{shard.path}: missing, but the index lists it. Copy it again, or pack the data again.")
-    refuse_link_out(shard)
+    check_no_link_out(shard)
     size = shard.path.stat().st_size
     if size != shard.size_bytes:
         raise ShardError(
@@ -394,7 +394,7 @@ def check_size(shard: Shard) -> None:
         )
 
 
-def refuse_link_out(shard: Shard) -> None:
+def check_no_link_out(shard: Shard) -> None:
     """Refuse a shard that is a link to a file elsewhere, which a stranger's packed data could use to read ours.
 
     Raises:

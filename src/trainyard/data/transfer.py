@@ -14,7 +14,7 @@ class CopyStream:
     """A CUDA stream on which a loader copies.
 
     On the stream that computes, a copy would wait behind everything that is queued there, and so would whoever owns its
-    source and wants to use that memory again. The model may use a copy only after `hand_over`.
+    source and wants to use that memory again. The model may use a copy only after `wait_on_current_stream`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class CopyStream:
 
         Returns:
             uploaded: the same groups.
-            copied: the event after which the sources may be overwritten, and that `hand_over` takes.
+            copied: the event after which the sources may be overwritten, and that `wait_on_current_stream` takes.
         """
         with torch.cuda.stream(self._stream):
             uploaded = [
@@ -39,7 +39,7 @@ class CopyStream:
             ]
         return uploaded, self._stream.record_event()
 
-    def hand_over(self, copied: Any, tensors: Iterable[Tensor]) -> None:
+    def wait_on_current_stream(self, copied: Any, tensors: Iterable[Tensor]) -> None:
         """Let the caller's current stream use uploaded tensors.
 
         The stream waits, the host does not. torch's allocator does not reuse their memory before this stream has

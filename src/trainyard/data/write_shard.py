@@ -19,7 +19,7 @@ import simplejpeg
 from h5py import h5d, h5p, h5s, h5t
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from trainyard.config.families import describe_value, locate_code, refuse_own_randomness
+from trainyard.config.families import describe_value, forbid_own_randomness, locate_code
 from trainyard.data.hdf5 import NUMBERS
 from trainyard.data.headers import BadRecord, read_audio_shape, read_image_shape
 from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, IMAGE, MASK, PCM, VARYING_AXES
@@ -208,7 +208,7 @@ def write_shard(task: ShardTask, *, on_sample: Callable[[], object]) -> WrittenS
     first: Loaded = {}
     for sample in task.samples:
         try:
-            with nullcontext() if first else refuse_own_randomness(locate_load(sample), _SEEDED):
+            with nullcontext() if first else forbid_own_randomness(locate_load(sample), _SEEDED):
                 loaded = sample.load() if task.artifacts is None else sample.load(task.artifacts)
             _check_loaded(sample, loaded, first)
             first = first or loaded
@@ -254,13 +254,13 @@ def _check_loaded(sample: Sample, loaded: Any, first: Loaded) -> None:
                 f"{where}: '{name}' is {kind}; expected an image's bytes, Mask of (H, W) uint8, a NumPy array of "
                 "numbers, Ragged, Audio, a number or text."
             )
-        other = first.get(name, value)
-        if isinstance(value, np.ndarray) and isinstance(other, np.ndarray) and value.shape != other.shape:
+        example = first.get(name, value)
+        if isinstance(value, np.ndarray) and isinstance(example, np.ndarray) and value.shape != example.shape:
             raise ContractError(
-                f"{where}: '{name}' has the shape {value.shape}, and of the first {other.shape}. Wrap arrays that vary "
-                "in their first axis: Ragged(array); in their first two: Ragged(array, varying_axes=2)"
+                f"{where}: '{name}' has the shape {value.shape}, and of the first {example.shape}. Wrap arrays that "
+                "vary in their first axis: Ragged(array); in their first two: Ragged(array, varying_axes=2)"
             )
-        if form != (of_first := _describe_form(other)):
+        if form != (of_first := _describe_form(example)):
             raise ContractError(f"{where}: '{name}' is {form}, and of the first {of_first}. All samples need the same.")
 
 
@@ -349,7 +349,7 @@ def _measure(loaded: Loaded, store: Store | None) -> dict[str, _Value | _Blob]:
         height, width, _ = read_image_shape(data)
         row[IMAGE] = blob = _encode_blob(store.encode(data))
         if blob.shape[:2] != (height, width):
-            _refuse_arrays(loaded)
+            _check_scalable(loaded)
             row |= scale_region(loaded, (height, width), blob.shape[:2])
     elif isinstance(store, InputStore) and isinstance(data, bytes):
         height, width, _ = read_image_shape(data)
@@ -358,7 +358,7 @@ def _measure(loaded: Loaded, store: Store | None) -> dict[str, _Value | _Blob]:
     return row
 
 
-def _refuse_arrays(loaded: Loaded) -> None:
+def _check_scalable(loaded: Loaded) -> None:
     """Refuse to scale an image that has arrays of varying length, such as boxes in px of it."""
     names = [name for name, value in loaded.items() if isinstance(value, Ragged)]
     if names:

@@ -18,7 +18,7 @@ from trainyard.plan.resources import Code, Plan
 
 
 @dataclass(frozen=True)
-class Turn:
+class JobDependency:
     """A Slurm job's role, and the jobs that come before it."""
 
     only_packs: bool = False  # it packs the data of its run, which another job trains on
@@ -26,18 +26,18 @@ class Turn:
     after_end: str = ""  # Slurm job that must end before it starts, well or not
 
     @property
-    def dependency(self) -> str:
+    def option(self) -> str:
         """The value of sbatch's option."""
         done = [f"afterok:{':'.join(self.after_done)}"] if self.after_done else []
         return ",".join([*done, *([f"afterany:{self.after_end}"] if self.after_end else [])])
 
     @property
     def end_if_impossible(self) -> dict[str, str]:
-        """The option that makes Slurm cancel a job whose turn can never come; without it, the job would stay queued."""
+        """The option that makes Slurm cancel a job that can never start; without it, the job would stay queued."""
         return {"kill-on-invalid-dep": "yes"} if self.after_done else {}
 
 
-AT_ONCE = Turn()
+NO_DEPENDENCY = JobDependency()
 """Trains, and waits for no other Slurm job."""
 
 START_RANK = "trainyard.node.start_rank"
@@ -45,20 +45,26 @@ START_RANK = "trainyard.node.start_rank"
 
 
 def build_parameters(
-    plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int = 0, turn: Turn = AT_ONCE
+    plan: Plan,
+    runs: Sequence[Path],
+    *,
+    folder: Path,
+    code: Code,
+    parallel: int = 0,
+    dependency: JobDependency = NO_DEPENDENCY,
 ) -> dict[str, Any]:
     """Return the parameters of submitit's SlurmExecutor; the other arguments are those of `submit.submit`."""
     cluster = plan.cluster
     source = f"source {shlex.quote(str(folder / 'attempt.sh'))}"
     limits = " ".join(f"{cause}={count}" for cause, count in vars(cluster.attempts).items())
     return {
-        **_build_request(plan, turn),
+        **_build_request(plan, dependency),
         "array_parallelism": parallel or len(runs),
         "setup": [
             f"export TRAINYARD_RUN={_render_run_folder(runs, folder)}",
             f"export TRAINYARD_LIMITS={shlex.quote(limits)} TRAINYARD_SIGNAL_S={plan.signal_s}",
             f"export TRAINYARD_REQUEUE_S={cluster.requeue_wait_s}",
-            *(["export TRAINYARD_TASK=packing"] if turn.only_packs else []),
+            *(["export TRAINYARD_TASK=packing"] if dependency.only_packs else []),
             *([f"TRAINYARD_ON_END={shlex.quote(cluster.on_end)}"] if cluster.on_end else []),
             f"{source} begin",
             "(  # the site's lines and the ranks: whatever shell options, traps or exit they contain, `end` is reached",
@@ -70,12 +76,12 @@ def build_parameters(
     }
 
 
-def _build_request(plan: Plan, turn: Turn) -> dict[str, Any]:
+def _build_request(plan: Plan, dependency: JobDependency) -> dict[str, Any]:
     """Return the options of sbatch and srun."""
     cluster, kind, options = plan.cluster, plan.kind, plan.options
     stated = {name: value for name, value in options.items() if name in ("reservation", "comment")}
     return {
-        "job_name": f"{plan.job}-packing" if turn.only_packs else plan.job,
+        "job_name": f"{plan.job}-packing" if dependency.only_packs else plan.job,
         "time": plan.time_min,
         "nodes": plan.nodes,
         "ntasks_per_node": plan.ranks_per_node,
@@ -83,14 +89,14 @@ def _build_request(plan: Plan, turn: Turn) -> dict[str, Any]:
         **request_gpus(plan),
         **{name: value for name, value in options.items() if name != "reservation"},  # submitit does not know it
         "wckey": cluster.wckey or None,
-        **({"dependency": turn.dependency} if turn.dependency else {}),
+        **({"dependency": dependency.option} if dependency.option else {}),
         "additional_parameters": {
             "requeue": True,
             "propagate": "NONE",  # else the limits of the shell that submits (ulimit -t, -v) would end ranks
             "signal": f"USR2@{plan.signal_s}",  # whatever a profile tells submitit: `StopFlag` knows this one
             **cluster.sbatch,
             **stated,
-            **turn.end_if_impossible,
+            **dependency.end_if_impossible,
         },
         # The ranks need this script's exports, also where the site or the cluster file has sbatch export nothing.
         "srun_args": ["--export=ALL", "--kill-on-bad-exit=1", *build_pyxis_args(plan), *cluster.srun_args],

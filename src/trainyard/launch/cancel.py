@@ -11,7 +11,7 @@ from pathlib import Path
 from trainyard.cluster import query as slurm
 from trainyard.cluster.query import SlurmError
 from trainyard.errors import UserError
-from trainyard.files import limit_writers, write_atomically
+from trainyard.files import restrict_umask, write_atomically
 from trainyard.runs import sweep_file
 from trainyard.runs.folder import format_run_name
 from trainyard.runs.history import CANCELLED, find_named_run, read_run
@@ -60,7 +60,7 @@ def _find_local_owner(status: Status) -> Owner:
     return owner
 
 
-@limit_writers()
+@restrict_umask()
 def _cancel_in_slurm(submitted: Sequence[Status]) -> None:
     """Cancel Slurm jobs. The mark is written first: a batch script whose ranks exit must not requeue the job."""
     shared = _find_unwanted_packing([status.run for status in submitted])
@@ -91,7 +91,7 @@ def _find_unwanted_packing(cancelled: Sequence[Path]) -> dict[Path, str]:
             continue
         sweep = sweep_file.load(str(folder.parents[1]), folder.parents[3])
         others = (read_run(element.run) for element in sweep.elements if element.run not in cancelled)
-        if not any(snapshot.slurm_job_id in other.slurm_job_ids for other in others):
+        if not any(snapshot.slurm_job_id in kept.slurm_job_ids for kept in others):
             jobs[folder] = snapshot.slurm_job_id
     return jobs
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from trainyard.config import compose as configs
 from trainyard.config.families import find_jobs, load_family
 from trainyard.config.settings import TrainConfig
-from trainyard.files import limit_writers
+from trainyard.files import restrict_umask
 from trainyard.runs import folder as runs
 from trainyard.runs.create import Origin, create_run
 from trainyard.text import quote_path
@@ -25,7 +25,7 @@ from trainyard.text import quote_path
 _WAIT_FOR_RUN_S = 120  # how long other ranks wait for rank 0, which may start later than they do
 
 
-@limit_writers()
+@restrict_umask()
 def run_multirun(
     job: str,
     overrides: Sequence[str],

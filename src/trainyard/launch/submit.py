@@ -30,24 +30,24 @@ from trainyard.files import (
     DISK_THREADS,
     AppendedFile,
     copy_folder,
-    limit_writers,
     make_folder_inside,
     name_partial,
     rename,
+    restrict_umask,
     write_atomically,
     write_json,
 )
 from trainyard.hardware import get_gpu
 from trainyard.launch.batch_script import (
-    AT_ONCE,
-    Turn,
+    NO_DEPENDENCY,
+    JobDependency,
     build_parameters,
     build_python_command,
     build_rank_command,
     name_array_list,
     name_container_image,
 )
-from trainyard.launch.predecessor import Predecessor
+from trainyard.launch.upstream_run import UpstreamRun
 from trainyard.masking import find_secrets
 from trainyard.node.rank_task import RankTask
 from trainyard.plan.resources import Code, Plan
@@ -109,7 +109,7 @@ def describe(plan: Plan, run: Path | None, *, environ: Mapping[str, str], **note
     return "\n".join(f"{name:<11} {value}" for name, value in rows.items())
 
 
-@limit_writers()
+@restrict_umask()
 def snapshot_code(jobs_dir: Path, into: Path) -> Code:
     """Copy Trainyard's own code, the families, and what these import from next to their folder to a new folder `into`.
 
@@ -184,17 +184,23 @@ def render_attempt_script() -> str:
 
 
 def render_batch_script(
-    plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int = 0, turn: Turn = AT_ONCE
+    plan: Plan,
+    runs: Sequence[Path],
+    *,
+    folder: Path,
+    code: Code,
+    parallel: int = 0,
+    dependency: JobDependency = NO_DEPENDENCY,
 ) -> str:
     """Return the batch script that `submit` would submit."""
     from submitit.slurm import slurm as writer
 
-    parameters = build_parameters(plan, runs, folder=folder, code=code, parallel=parallel, turn=turn)
+    parameters = build_parameters(plan, runs, folder=folder, code=code, parallel=parallel, dependency=dependency)
     command = build_rank_command(build_python_command(plan), folder)
     return writer._make_sbatch_string(command, folder, map_count=len(runs) if len(runs) > 1 else None, **parameters)
 
 
-@limit_writers()
+@restrict_umask()
 def submit(
     plan: Plan,
     runs: Sequence[Path],
@@ -205,7 +211,7 @@ def submit(
     most: int = 0,
     packing: Plan | None = None,
     packing_run: Path | None = None,
-    after: Predecessor | None = None,
+    after: UpstreamRun | None = None,
 ) -> list[str]:
     """Submit runs, several as one array, and return their Slurm job ids, in order.
 
@@ -231,12 +237,14 @@ def submit(
     try:
         if packing is not None:
             first = [packing_run] if packing_run is not None else runs
-            (packed_by,) = _submit_array(packing, first, folder=folder, code=code, turn=Turn(only_packs=True))
+            (packed_by,) = _submit_array(
+                packing, first, folder=folder, code=code, dependency=JobDependency(only_packs=True)
+            )
         wanted = tuple(job for job in (packed_by, after.job if after is not None else "") if job)
         for wave in (runs[first : first + size] for first in range(0, len(runs), size)):
             previous = jobs[-1].partition("_")[0] if jobs and parallel else ""
-            turn = Turn(after_done=wanted, after_end=previous)
-            jobs += _submit_array(plan, wave, folder=folder, code=code, parallel=parallel, turn=turn)
+            dependency = JobDependency(after_done=wanted, after_end=previous)
+            jobs += _submit_array(plan, wave, folder=folder, code=code, parallel=parallel, dependency=dependency)
     except UserError:
         slurm.cancel([*([packed_by] if packed_by else []), *jobs])
         raise
@@ -254,12 +262,12 @@ def submit(
 
 
 def _submit_array(
-    plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int = 0, turn: Turn
+    plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int = 0, dependency: JobDependency
 ) -> list[str]:
-    parameters = build_parameters(plan, runs, folder=folder, code=code, parallel=parallel, turn=turn)
+    parameters = build_parameters(plan, runs, folder=folder, code=code, parallel=parallel, dependency=dependency)
     if len(runs) > 1:
         write_atomically(name_array_list(folder, runs), "".join(f"{run}\n" for run in runs))
-    tasks = [RankTask(run, code.jobs, only_packs=turn.only_packs) for run in runs]
+    tasks = [RankTask(run, code.jobs, only_packs=dependency.only_packs) for run in runs]
     return _call_sbatch(plan, tasks, folder=folder, parameters=parameters)
 
 
@@ -300,7 +308,7 @@ def _call_sbatch(
     return [str(job.job_id) for job in jobs]
 
 
-@limit_writers()
+@restrict_umask()
 def submit_locally(run: Path, *, ranks: int, gpus: int, time_min: int, code: Code) -> str:
     """Start a run in the background on this machine, with submitit's local executor; return its process id."""
     from submitit.local.local import LocalExecutor
@@ -321,7 +329,7 @@ def submit_locally(run: Path, *, ranks: int, gpus: int, time_min: int, code: Cod
     return str(job.job_id)
 
 
-@limit_writers()
+@restrict_umask()
 def settle_end(ended: Status) -> None:
     """Release the lock of a run whose Slurm job has ended, and record an end that only Slurm and `status` tell so far.
 

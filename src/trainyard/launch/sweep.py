@@ -19,7 +19,7 @@ from trainyard.cluster import query as slurm
 from trainyard.config.compose import compose_each
 from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
-from trainyard.files import DISK_THREADS, create_common_folder, limit_writers, write_atomically
+from trainyard.files import DISK_THREADS, create_common_folder, restrict_umask, write_atomically
 from trainyard.runs.create import Origin, write_run
 from trainyard.runs.folder import check_name, find_free_name
 from trainyard.runs.sweep_file import FILE, FOLDER, Element, Sweep, encode_sweep
@@ -79,14 +79,14 @@ def combine(
         UserError: the job does not accept a word or a combination, or two combinations are the same run.
     """
     axes = expand(sweep_words)
-    _refuse_fixed(axes, overrides)
+    _check_axes_vary(axes, overrides)
     own = [
         tuple(f"{option}={value}" for option, value in zip(axes, values, strict=True))
         for values in itertools.product(*axes.values())
     ]
     configs = show_progress(compose_each(job, overrides, own, jobs_dir), "reading", total=len(own))
     combinations = [Combination(*pair) for pair in zip(own, configs, strict=True)]
-    _refuse_equal(combinations)
+    _check_distinct(combinations)
     return axes, combinations
 
 
@@ -146,7 +146,7 @@ def create(
     check_name(name, of="sweep")
     create_common_folder(root, group=group)
     create_common_folder(root / FOLDER, group=group)
-    with limit_writers():
+    with restrict_umask():
         folder = _claim_folder(root / FOLDER, name, default=f"{job}-{datetime.now():%Y%m%d-%H%M%S}")
         places = [root / job / name_run(folder.name, index) for index in range(len(new))]
         elements = [Element(i, run.overrides, place) for i, (run, place) in enumerate(zip(new, places, strict=True))]
@@ -179,7 +179,7 @@ def create_runs(
 
     pool = ThreadPoolExecutor(DISK_THREADS)
     try:
-        with limit_writers():
+        with restrict_umask():
             for _ in show_progress(pool.map(create, elements, new), "creating", total=len(new)):
                 pass
     except BaseException:
@@ -300,7 +300,7 @@ def _format_value(value: Any) -> str:
     return Transformer.str(value)
 
 
-def _refuse_fixed(axes: Mapping[str, Sequence[str]], overrides: Sequence[str]) -> None:
+def _check_axes_vary(axes: Mapping[str, Sequence[str]], overrides: Sequence[str]) -> None:
     for override in overrides:
         name = override.partition("=")[0]
         if name in axes:
@@ -309,7 +309,7 @@ def _refuse_fixed(axes: Mapping[str, Sequence[str]], overrides: Sequence[str]) -
             )
 
 
-def _refuse_equal(combinations: Sequence[Combination]) -> None:
+def _check_distinct(combinations: Sequence[Combination]) -> None:
     """Refuse values that differ only as text, such as 1 and 1.0."""
     first_with: dict[str, tuple[str, ...]] = {}
     for own, config in combinations:

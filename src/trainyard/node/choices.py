@@ -22,9 +22,9 @@ from trainyard.hardware import (
     explain_missing_gpu,
     explain_missing_kernels,
     find_gpu_by_name,
-    keep_compute_threads,
     read_driver_version,
     read_openmp_wait_policy,
+    reuse_compute_threads,
 )
 from trainyard.node import compile_cache
 from trainyard.runs import folder
@@ -185,7 +185,7 @@ def _choose_settings(
     from trainyard.train import distributed, precision
 
     sm, name = _describe_device(device)
-    _refuse_unusable_device(sm, world, environ)
+    _check_device(sm, world, environ)
     policy = choose_precision(
         sm,
         precision=config.precision,
@@ -241,7 +241,7 @@ def choose_decoder(wanted: str, *, has_dali: bool) -> Choice[str]:
     return Choice("cpu", "nvidia.dali is not installed here")
 
 
-def _refuse_unusable_device(sm: int | None, world: World, environ: Mapping[str, str]) -> None:
+def _check_device(sm: int | None, world: World, environ: Mapping[str, str]) -> None:
     """Refuse a GPU for which torch has no kernels, and the CPU where a GPU is expected."""
     import torch
 
@@ -299,7 +299,7 @@ def _set_compute_threads(
 
     threads = choose_compute_threads(environ, cores=cores.value, reason=cores.reason, launcher=world.launcher)
     if sm is None:
-        threads = keep_compute_threads(_read_compute_threads(run, world), threads)
+        threads = reuse_compute_threads(_read_compute_threads(run, world), threads)
     torch.set_num_threads(threads.value)
     return threads
 

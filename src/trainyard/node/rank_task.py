@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, NoReturn
 
 from loguru import logger
 
-from trainyard.config.compose import freeze, thaw
+from trainyard.config.compose import load_config, save_config
 from trainyard.config.duration import Duration
 from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import StopRequested, is_packed, prepare_data, restore_source, verify_packed
 from trainyard.errors import DiskError, DiskFull, OutOfDeviceMemory, UserError, format_failure
-from trainyard.files import AppendedFile, limit_writers, report_full_disk, write_atomically
+from trainyard.files import AppendedFile, report_full_disk, restrict_umask, write_atomically
 from trainyard.hardware import set_openmp_wait_policy, show_own_mig_slice
 from trainyard.node.choices import build_context, record_choices
 from trainyard.node.ranks import train_on_ranks
 from trainyard.plan.memory import StepConfig, count_disk_bytes, read_cache
-from trainyard.runs.changes import refuse_changes
+from trainyard.runs.changes import check_unchanged
 from trainyard.runs.folder import CONFIG, classify_error, read_env, record_error
 from trainyard.runs.lock import RunLock
 from trainyard.runs.observations import Usage, read_plan_key, record_prediction, record_usage
@@ -100,7 +100,7 @@ class RankContext:
     started: float  # when the attempt began, seconds since the epoch
 
 
-@limit_writers()
+@restrict_umask()
 def execute(
     run: Path,
     jobs_dir: Path,
@@ -302,8 +302,8 @@ def _prepare_data(rank: RankContext, hook: Callable[[], None]) -> TrainConfig:
     """
     run, jobs_dir = rank.run, rank.jobs
     if rank.world.is_main:
-        refuse_changes(run)
-    config = thaw(run / CONFIG, jobs_dir)
+        check_unchanged(run)
+    config = load_config(run / CONFIG, jobs_dir)
     rank.watchdog.set_limit(config.hang_minutes)
     if rank.world.is_main:
         if config.data.path and not Path(config.data.path).exists():
@@ -313,14 +313,14 @@ def _prepare_data(rank: RankContext, hook: Callable[[], None]) -> TrainConfig:
             rank.heartbeat.beat("packing")
         ready = prepare_data(config, jobs_dir, hook=hook, on_shard=rank.notes.write_progress)
         if ready.data.path != config.data.path:
-            freeze(ready, run / CONFIG)
+            save_config(ready, run / CONFIG)
         rank.heartbeat.beat("preparing")
         return ready
     rank.heartbeat.beat("waiting")
     while not is_packed(config):
         hook()
         time.sleep(1)
-        config = thaw(run / CONFIG, jobs_dir)
+        config = load_config(run / CONFIG, jobs_dir)
     rank.heartbeat.beat("preparing")
     return config
 

@@ -94,7 +94,7 @@ def choose_data(
     if "data.synthetic" in typed and config.data.synthetic and not config.data.path:
         return DataChoice(config, describe_synthetic(config.data.synthetic), "typed")
     files = _read_roots(cluster, environ)
-    _refuse_slips(files, config, jobs_dir)
+    _check_root_names(files, config, jobs_dir)
     for name in (config.job, config.family):
         for roots in files:
             if name in roots.by_name:
@@ -120,7 +120,7 @@ def require_data(choice: DataChoice, *, jobs_dir: Path, typed: Sequence[str]) ->
         UserError: there is no data, the folder is missing or has no sample, or is packed for another family.
     """
     config = choice.config
-    refuse_no_data(choice, jobs_dir=jobs_dir, typed=typed)
+    require_chosen_data(choice, jobs_dir=jobs_dir, typed=typed)
     if not config.data.path:
         return config.data.synthetic
     folder = Path(config.data.path)
@@ -140,7 +140,7 @@ def require_data(choice: DataChoice, *, jobs_dir: Path, typed: Sequence[str]) ->
     return count
 
 
-def refuse_no_data(choice: DataChoice, *, jobs_dir: Path, typed: Sequence[str]) -> None:
+def require_chosen_data(choice: DataChoice, *, jobs_dir: Path, typed: Sequence[str]) -> None:
     """Raise a UserError if there is no data; its last two lines are commands to type."""
     config = choice.config
     if not choice.value:
@@ -173,7 +173,7 @@ def _read_roots(cluster: Cluster | None, environ: Mapping[str, str]) -> list[_Ro
     return roots if cluster is None else [*roots, _Roots(str(shorten_path(cluster.path)), cluster.data)]
 
 
-def _refuse_slips(files: Sequence[_Roots], config: TrainConfig, jobs_dir: Path) -> None:
+def _check_root_names(files: Sequence[_Roots], config: TrainConfig, jobs_dir: Path) -> None:
     """Refuse the name of a root that is no job, but nearly this one's: its root would be passed over in silence.
 
     Other names may be jobs of another folder of jobs: one user, and one cluster, may have several.

@@ -46,7 +46,7 @@ def choose_gpu(
         raise UserError(
             f"HW={hw}: {cluster.name} has no such GPU type.{hint} It has: {list_hardware(cluster)} ({cluster.path})."
         )
-    _refuse_unknown_card(config)
+    _check_card(config)
     if hw:
         return _check_requested(config, cluster, gpus, hw, keeps_micro_batch=keeps_micro_batch)
     enough = {name: kind for name, kind in cluster.gpus.items() if kind.per_node * kind.nodes >= gpus}
@@ -185,7 +185,7 @@ def _is_card(kind: GpuNodes, card: str) -> bool:
     return gpu is not None and gpu.is_called(card)
 
 
-def _refuse_unknown_card(config: TrainConfig) -> None:
+def _check_card(config: TrainConfig) -> None:
     card = config.needs.card
     if card and not any(gpu.is_called(card) for gpu in GPUS):
         keys = [gpu.key for gpu in GPUS]

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trainyard.config.compose import freeze, list_kept_options
+from trainyard.config.compose import list_kept_options, save_config
 from trainyard.config.duration import Duration
 from trainyard.config.settings import TrainConfig
 from trainyard.environment import THIS_CODE
@@ -353,7 +353,7 @@ def complete_cache(
         announce()
     with tempfile.TemporaryDirectory() as folder:
         file, outs, processes = Path(folder) / "config.yaml", [], []
-        freeze(config, file)
+        save_config(config, file)
         for i, keys in enumerate(_share_out(config, missing)):
             outs.append(Path(folder) / f"steps{i}.json")
             command = [sys.executable, "-c", _PREDICT, str(file), str(jobs_dir), str(outs[i]), str(gpus), *keys]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainyard.choice import Choice
 from trainyard.cluster.description import format_minutes
-from trainyard.cluster.options import choose_options, keep_options
+from trainyard.cluster.options import choose_options, merge_options
 from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import Seen, find_packed, is_packed, measure_raw, packs_the_same
 from trainyard.plan.make_plan import choose_time
@@ -85,7 +85,7 @@ def choose_shared_packing(
     first, *others = [config for config in configs if not is_packed(config)] or configs[:1]
     choice = choose_packing(replace(plan, config=first), jobs_dir, code=code)
     has_data = first.data.path or first.data.synthetic
-    if has_data and not all(packs_the_same(first, other) for other in others):
+    if has_data and not all(packs_the_same(first, config) for config in others):
         return PackingChoice(
             None, Choice(_IN_THE_RUN, "the runs of this sweep do not all train on the same packed data")
         )
@@ -106,7 +106,7 @@ def _make_plan(plan: Plan, hw: str, jobs_dir: Path, seen: Seen) -> Plan:
         cores_per_gpu=cores,
         memory_gib_per_gpu=-(-node_gib * cores // node_cores),
     )
-    stated = keep_options(plan.stated, same_nodes=False, stated={})
+    stated = merge_options(plan.stated, same_nodes=False, stated={})
     return replace(
         plan,
         hw=hw,

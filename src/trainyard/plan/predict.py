@@ -15,7 +15,7 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from trainyard.config.compose import apply_overrides, compose, thaw
+from trainyard.config.compose import apply_overrides, compose, load_config
 from trainyard.config.families import load_family
 from trainyard.config.settings import StoreSettings, TrainConfig
 from trainyard.data.loader import Loader
@@ -119,7 +119,7 @@ def main(config: str, jobs: str, out: str, gpus: str, *cards: str) -> int:
     """
     logger.remove()  # what models log while they are built is about training
     try:
-        _predict_splits(thaw(Path(config), Path(jobs)), Path(jobs), Path(out), cards, gpus=int(gpus))
+        _predict_splits(load_config(Path(config), Path(jobs)), Path(jobs), Path(out), cards, gpus=int(gpus))
     except UserError as error:
         say(error, file=sys.stderr)
         return 2

@@ -16,7 +16,7 @@ import numpy as np
 
 from trainyard.config.frozen import LOCATION, read_options
 from trainyard.errors import UserError
-from trainyard.files import limit_writers, write_atomically
+from trainyard.files import restrict_umask, write_atomically
 from trainyard.report.figures import MARKERS, SERIES, Plot, draw_figure
 from trainyard.report.html import escape, render_gallery, render_page, render_section, render_table
 from trainyard.report.metric_values import format_metric, format_value
@@ -44,7 +44,7 @@ class Compared:
     line: Line | None  # the evaluation that counts; None: there is none on the set that the others were scored on
 
 
-@limit_writers()
+@restrict_umask()
 def write_comparison(runs: Sequence[Path], page: Path) -> str:
     """Write the page, and return a sentence about the best run, if that can be told.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from trainyard.files import forgive_failed_write, limit_writers, write_atomically
+from trainyard.files import forgive_failed_write, restrict_umask, write_atomically
 from trainyard.report.evaluation_table import render_evaluations
 from trainyard.report.figures import Plot
 from trainyard.report.headline import explain_choice, find_headline, render_headline
@@ -126,7 +126,7 @@ def update_report(run: Path) -> Path | None:
     return None
 
 
-@limit_writers()
+@restrict_umask()
 def write_report(run: Path) -> Path:
     """Write `<run>/plots/*.png` and `<run>/report.html`, and return the page's path.
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from trainyard.config.frozen import LOCATION, build_tree, hash_options, read_options, write_frozen
 from trainyard.errors import ConfigError, FormatError, UserError
-from trainyard.files import open_file, raise_failed_disk
+from trainyard.files import open_untrusted, raise_failed_disk
 from trainyard.runs.events import ENDS, EVENTS_FILE, METRICS_FILE, STARTS, Line, append_event, read_lines
 from trainyard.runs.folder import CONFIG, ENV_FILE, EnvChanged, read_env, select_fixed_env, write_env
 from trainyard.runs.manifest import hash_fields, list_checkpoints
@@ -52,7 +52,7 @@ class Change(NamedTuple):
         return f"{self.path}: {self.problem} {self.advice}"
 
 
-def refuse_changes(run: Path) -> None:
+def check_unchanged(run: Path) -> None:
     """Raise if a file of the run is not as the run wrote it. Reads the metrics once.
 
     Raises:
@@ -220,7 +220,7 @@ def _hash_metrics(run: Path, count: int) -> tuple[str, int]:
     digest, size = hashlib.sha256(), 0
     if not (run / METRICS_FILE).exists():
         return digest.hexdigest(), 0
-    with open_file(run / METRICS_FILE) as file:
+    with open_untrusted(run / METRICS_FILE) as file:
         while chunk := file.read(min(2**20, count - size)):
             digest.update(chunk)
             size += len(chunk)

@@ -11,11 +11,11 @@ from typing import Any
 
 from loguru import logger
 
-from trainyard.config.compose import freeze
+from trainyard.config.compose import save_config
 from trainyard.config.settings import TrainConfig
 from trainyard.environment import NO_VARIABLES, THIS_CODE, collect_environment, find_checkout
 from trainyard.errors import UserError
-from trainyard.files import create_common_folder, limit_writers, name_full_disk, rename, share_folder
+from trainyard.files import create_common_folder, name_full_disk, rename, restrict_umask, share_folder
 from trainyard.runs.folder import CONFIG, DIFF, check_name, write_env
 from trainyard.text import join_names, quote_path
 
@@ -69,7 +69,7 @@ def create_run(
     origin = origin or Origin.collect()
     for folder in (root, root / config.job):
         create_common_folder(folder, group=group)
-    with limit_writers():
+    with restrict_umask():
         return write_run(root, config, name=name, origin=origin, chosen=chosen, group=group)
 
 
@@ -85,14 +85,14 @@ def write_run(
     """Create the folder of a run as `create_run` does, in `<root>/<job>`, which exists.
 
     For several threads at once, most of whose time is waiting for the disk. The umask, which they share, is
-    `limit_writers`'.
+    `restrict_umask`'.
     """
     temporary = root / config.job / f".new-{secrets.token_hex(8)}"
     created = datetime.now(UTC).isoformat(timespec="microseconds")
     with name_full_disk(temporary.parent):
         temporary.mkdir()
         try:
-            freeze(config, temporary / CONFIG)
+            save_config(config, temporary / CONFIG)
             write_env(temporary, {**origin.environment, "created": created, **(chosen or {})}, durable=False)
             if origin.diff:
                 _write_diff(temporary / DIFF, origin.diff, masked=origin.checkout.get("masked", []))

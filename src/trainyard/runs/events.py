@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainyard.errors import UserError
-from trainyard.files import DISK_FULL, AppendedFile, open_atomically, open_file, parse_json, raise_failed_disk
+from trainyard.files import DISK_FULL, AppendedFile, open_atomically, open_untrusted, parse_json, raise_failed_disk
 
 TIMING_KEYS = frozenset(
     {"samples_per_s", "step_ms", "data_wait_ms", "idle_ms", "compute_ms", "memory_gib", "elapsed_s", "seconds"}
@@ -73,7 +73,7 @@ def read_sampled_metrics(run: Path, *, most: int) -> list[Line]:
     """
     path = run / METRICS_FILE
     try:
-        with open_file(path) as file:
+        with open_untrusted(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size <= _SAMPLES * _SAMPLE_BYTES:
                 chunks = [file.read().split(b"\n")[:-1]]
@@ -196,7 +196,7 @@ def _open_lines(path: Path) -> Iterator[BinaryIO]:
     """Open a file of metrics or events; one that does not exist is empty."""
     try:
         try:
-            file: BinaryIO = open_file(path)
+            file: BinaryIO = open_untrusted(path)
         except FileNotFoundError:
             file = BytesIO()
         with file:

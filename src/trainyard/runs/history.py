@@ -163,28 +163,28 @@ def read_run(run: Path) -> RunSnapshot:
     """Read a run folder. Damaged parts are left out, and named in `damage`."""
     damage: list[str] = []
 
-    def keep(path: Path, lines: list[JsonObject], kinds: _Kinds) -> list[JsonObject]:
+    def filter_valid(path: Path, lines: list[JsonObject], kinds: _Kinds) -> list[JsonObject]:
         misfits = [line for line in lines if not _has_kinds(line, kinds)]
         if misfits:
             damage.append(f"{path}: has {len(misfits)} lines that no run writes, such as {str(misfits[0])[:60]}.")
         return [line for line in lines if line not in misfits] if misfits else lines
 
-    def keep_object(path: Path, kinds: _Kinds) -> JsonObject:
-        return next(iter(keep(path, [read_object(path)], kinds)), {})
+    def read_valid_object(path: Path, kinds: _Kinds) -> JsonObject:
+        return next(iter(filter_valid(path, [read_object(path)], kinds)), {})
 
-    def keep_lines(path: Path, kinds: _Kinds) -> list[JsonObject]:
-        return keep(path, [line for line in _read_json_lines(path) if "time" in line], kinds)
+    def read_valid_lines(path: Path, kinds: _Kinds) -> list[JsonObject]:
+        return filter_valid(path, [line for line in _read_json_lines(path) if "time" in line], kinds)
 
     log = run / "log"
-    submission = keep_object(run / SUBMISSION, _SUBMISSION)
-    folders, events = list_folders(run, submission), keep_lines(run / "events.jsonl", _EVENT)
-    heartbeats = [keep_object(folder / "heartbeat.json", _HEARTBEAT) for folder in folders]
+    submission = read_valid_object(run / SUBMISSION, _SUBMISSION)
+    folders, events = list_folders(run, submission), read_valid_lines(run / "events.jsonl", _EVENT)
+    heartbeats = [read_valid_object(folder / "heartbeat.json", _HEARTBEAT) for folder in folders]
     trained = [name for name in _group_events(events) if name]
     snapshot = RunSnapshot(
         run=run,
         submission=submission,
         cancelled=(run / CANCELLED).exists(),
-        starts_and_ends=[line for folder in folders for line in keep_lines(folder / ATTEMPTS, _START_OR_END)],
+        starts_and_ends=[line for folder in folders for line in read_valid_lines(folder / ATTEMPTS, _START_OR_END)],
         events=events,
         # A writer that was replaced, and wakes up, may still write one: it is not of the newest attempt.
         heartbeat=max(
@@ -357,7 +357,7 @@ def _read_json_lines(path: Path) -> list[JsonObject]:
 
 
 def _read(path: Path) -> bytes:
-    """Return the content of a file; nothing if it is missing, or no file of a run (see `files.open_file`)."""
+    """Return the content of a file; nothing if it is missing, or no file of a run (see `files.open_untrusted`)."""
     try:
         return read_file(path, most_bytes=_MOST_BYTES)
     except OSError:

@@ -23,7 +23,7 @@ from trainyard.files import (
     exclusive_lock,
     load_json,
     name_failed_file,
-    open_file,
+    open_untrusted,
     remove_partial_files,
     replace,
 )
@@ -187,11 +187,11 @@ class RunLock:
         if old is None:
             return False
         if not old.is_superseded_by(self._attempt):
-            self._refuse_if_maybe_alive(old)
+            self._check_owner_ended(old)
         logger.warning(f"{run}: took over the lock that process {old.pid} on {old.host} held since {old.since}")
         return True
 
-    def _refuse_if_maybe_alive(self, old: Owner) -> None:
+    def _check_owner_ended(self, old: Owner) -> None:
         run = self._path.parent
         who = f"process {old.pid} on {old.host} has been writing to this run since {old.since}"
         alive = old.find_alive(self._path)
@@ -288,7 +288,7 @@ def _is_same_file(one: Path, other: Path) -> bool:
 def _is_flocked(path: Path) -> bool | None:
     """Return whether a process on this machine holds an flock on the file; None if the file system cannot tell."""
     try:
-        with open_file(path) as file:
+        with open_untrusted(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False

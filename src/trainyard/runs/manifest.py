@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.errors import FormatError, UserError
-from trainyard.files import CHECKPOINT, check_format, load_json, open_file, raise_failed_disk
+from trainyard.files import CHECKPOINT, check_format, load_json, open_untrusted, raise_failed_disk
 
 DATA_NAME = re.compile(r"step-([0-9]+)(?:-([0-9]+))?\.ckpt")
 MOST = 2**63
@@ -80,7 +80,7 @@ def verify(entry: Entry) -> str | None:
             raise_failed_disk(entry.error, entry.path)
         return entry.problem
     try:
-        with open_file(entry.path) as file:
+        with open_untrusted(entry.path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise_failed_disk(error, entry.path)
@@ -102,12 +102,12 @@ def read_entry(path: Path) -> Entry:
     step, size, failed = parse_name(path)[0], 0, None
     try:
         if path.is_symlink():
-            open_file(path)  # raises
+            open_untrusted(path)  # raises
         size = path.stat().st_size
         manifest = load_json(path.with_suffix(".json"), most_bytes=_MOST_BYTES)
         problem = _check_manifest(manifest, path, step=step, size=size)
         if problem is None:
-            open_file(path).close()
+            open_untrusted(path).close()
     except OSError as error:
         failed, problem = error, f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
     except FormatError:

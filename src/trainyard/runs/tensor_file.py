@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from trainyard.errors import UserError
-from trainyard.files import name_failed_file, name_partial, open_file, parse_json, rename
+from trainyard.files import name_failed_file, name_partial, open_untrusted, parse_json, rename
 
 Array = NDArray[np.float32]
 
@@ -84,7 +84,7 @@ def map_tensor_file(path: Path, *, remedy: str) -> TensorFile:
         TensorFileError: it is missing, a link, damaged, or another kind of file.
     """
     try:
-        with open_file(path) as file:
+        with open_untrusted(path) as file:
             return _map(file)
     except (OSError, ValueError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

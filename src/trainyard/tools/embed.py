@@ -17,7 +17,7 @@ from trainyard.runs.evaluations import name_pair_scores, read_evaluations
 from trainyard.runs.pair_scores import PairScores, read_pair_scores, read_validation_scores
 from trainyard.text import quote_path
 from trainyard.tools.embeddings import CHECKPOINT, COMPRESSED, MAPPED, find_table, write_embeddings
-from trainyard.tools.predict import refuse_existing
+from trainyard.tools.predict import check_absent
 from trainyard.tools.trained_model import TrainedModel, compute_embeddings, load_model, pack_temporarily
 from trainyard.train.module import DataInfo
 
@@ -36,7 +36,7 @@ def embed(run: Path, raw: Path, out: Path, jobs_dir: Path, *, identity: str | No
     """
     if out.suffix not in (MAPPED, COMPRESSED):
         raise UserError(f"{out}: expected a name that ends in {MAPPED} or {COMPRESSED}, such as {out.stem}{MAPPED}.")
-    refuse_existing(out, find_table(out))
+    check_absent(out, find_table(out))
     model = load_model(run, jobs_dir)
     model.require_embeddings("embed")
     with pack_temporarily(model, model.list_samples(raw), near=out.parent) as data:

@@ -22,7 +22,7 @@ from trainyard.data.shards import Sample, ShardSet
 from trainyard.data.splits import find_splits
 from trainyard.data.store import name_store
 from trainyard.errors import UserError
-from trainyard.files import EVALUATION, FORMATS, create_folder, limit_writers, write_atomically, write_json
+from trainyard.files import EVALUATION, FORMATS, create_folder, restrict_umask, write_atomically, write_json
 from trainyard.report.score_figures import draw_error_trade_off
 from trainyard.runs.evaluations import (
     ABOUT_FILE,
@@ -131,7 +131,7 @@ def _evaluate_folder(
 ) -> Path:
     begin = time.monotonic()
     name = make_slug(folder.resolve().name).lstrip(".") or "data"
-    with limit_writers(), _open_labelled(model, folder, jobs_dir) as labelled:
+    with restrict_umask(), _open_labelled(model, folder, jobs_dir) as labelled:
         data = labelled.data
         ids = np.arange(data.count) if not split else _select_split(model, labelled, split, folder)
         info = replace(DataInfo.from_shards(data, np.empty(0, np.int64)), artifacts=labelled.artifacts)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from trainyard import scoring
-from trainyard.config.compose import thaw
+from trainyard.config.compose import load_config
 from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import is_packed
 from trainyard.data.shards import ShardSet
@@ -25,7 +25,7 @@ from trainyard.runs.folder import CONFIG
 from trainyard.runs.manifest import Entry
 from trainyard.text import quote_path
 from trainyard.tools import program
-from trainyard.tools.predict import refuse_existing
+from trainyard.tools.predict import check_absent
 from trainyard.tools.trained_model import TrainedModel, load_model, pack_temporarily
 from trainyard.train import checkpoint
 from trainyard.train.module import TrainModule
@@ -60,7 +60,7 @@ def export_weights(run: Path, entry: Entry, out: Path, jobs_dir: Path) -> None:
     Raises:
         UserError: `out` exists or cannot be written, or the checkpoint is damaged.
     """
-    description = describe_run(run, thaw(run / CONFIG, jobs_dir), entry)
+    description = describe_run(run, load_config(run / CONFIG, jobs_dir), entry)
     checkpoint.export(entry.path, out, texts={DESCRIPTION: json.dumps(description)})
 
 
@@ -80,7 +80,7 @@ def export_program(
         UserError: `out` exists, the format cannot express the network or computes something else, or there are no
             samples.
     """
-    refuse_existing(out)
+    check_absent(out)
     if onnx:
         _require_packages()
     model = load_model(run, jobs_dir, entry=entry, on_cpu=True)
@@ -102,7 +102,7 @@ def export_program(
             (program.write_onnx if onnx else program.write_torch_export)(traced, partial, texts)
         runtime, compute = (program.open_onnx if onnx else program.open_torch_export)(partial)
         check = Check(len(ids), source, runtime, program.compare(compute, batches), signature.tolerance)
-        _refuse_difference(run, check)
+        _check_difference(run, check)
         rename(partial, out)
     return check
 
@@ -168,7 +168,7 @@ def _require_three(ids: np.ndarray, where: Path) -> np.ndarray:
     return ids
 
 
-def _refuse_difference(run: Path, check: Check) -> None:
+def _check_difference(run: Path, check: Check) -> None:
     wrong = {name: value for name, value in check.differences.items() if not value <= check.tolerance}
     if wrong:
         gaps = ", ".join(f"{name} by {value:.2g}" for name, value in wrong.items())

@@ -56,23 +56,23 @@ def find_nearest_rows(
         )
     if not 0 < k <= count - leave_out_self:
         raise UserError(f"k={k}: expected 1 to {count - leave_out_self}, the rows of {names[1]} that a probe can find.")
-    _refuse_wrong_length(probes_PD, names[0], 0)
+    _check_unit_length(probes_PD, names[0], 0)
     rows_PK = np.full((len(probes_PD), k), -1)
     scores_PK = np.full((len(probes_PD), k), -np.inf, dtype=np.float32)
     for start in range(0, count, GALLERY_ROWS):
         block_BD = gallery_ND[start : start + GALLERY_ROWS]
-        _refuse_wrong_length(block_BD, names[1], start)
+        _check_unit_length(block_BD, names[1], start)
         for first in range(0, len(probes_PD), PROBE_ROWS):
             part = slice(first, first + PROBE_ROWS)
             score_pB = probes_PD[part] @ block_BD.T
             if leave_out_self:
                 np.fill_diagonal(score_pB[max(0, start - first) :, max(0, first - start) :], -np.inf)
-            rows_PK[part], scores_PK[part] = _keep_best(rows_PK[part], scores_PK[part], score_pB, start)
+            rows_PK[part], scores_PK[part] = _merge_best(rows_PK[part], scores_PK[part], score_pB, start)
         progress(len(block_BD))
     return Nearest(rows_PK, scores_PK, time.monotonic() - begin)
 
 
-def _keep_best(
+def _merge_best(
     rows_pK: NDArray[np.int64], scores_pK: NDArray[np.float32], score_pB: NDArray[np.float32], start: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Return the K best of those so far and of a block whose first gallery row is `start`."""
@@ -90,7 +90,7 @@ def _keep_best(
     return row[kept_pK], score[kept_pK]
 
 
-def _refuse_wrong_length(vectors_ND: NDArray[np.float32], name: str, start: int) -> None:
+def _check_unit_length(vectors_ND: NDArray[np.float32], name: str, start: int) -> None:
     wrong = find_wrong_length(vectors_ND)
     if wrong is not None:
         raise UserError(

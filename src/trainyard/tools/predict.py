@@ -37,7 +37,7 @@ def predict(run: Path, raw: Path, out: Path, jobs_dir: Path, *, pairs: Path | No
         UserError: the family has no predictions, the run has no checkpoint, `raw` or `pairs` cannot be read, or `out`
             exists or has another ending than tables have.
     """
-    refuse_table(out)
+    check_table_path(out)
     model = load_model(run, jobs_dir)
     if pairs is not None or not model.predicts:
         model.require_embeddings("predict --pairs" if pairs is not None else "predict")
@@ -51,16 +51,16 @@ def predict(run: Path, raw: Path, out: Path, jobs_dir: Path, *, pairs: Path | No
         return data.count, "prediction"
 
 
-def refuse_existing(*paths: Path) -> None:
+def check_absent(*paths: Path) -> None:
     """Raise a UserError if one of these files exists."""
     for path in paths:
         if os.path.lexists(path):
             raise UserError(f"{path}: exists already and is not overwritten. Choose another file, or delete it.")
 
 
-def refuse_table(out: Path) -> None:
+def check_table_path(out: Path) -> None:
     """Raise a UserError if this file exists, or no table can be written to it."""
-    refuse_existing(out)
+    check_absent(out)
     check_ending(out)
 
 

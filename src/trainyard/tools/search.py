@@ -17,7 +17,7 @@ from trainyard.scoring import Identification
 from trainyard.text import quote_path
 from trainyard.tools.embeddings import MAPPED, EmbeddingFile, open_embeddings
 from trainyard.tools.nearest import Nearest, find_nearest_rows
-from trainyard.tools.predict import refuse_table, write_lines
+from trainyard.tools.predict import check_table_path, write_lines
 from trainyard.tools.trained_model import TrainedModel, compute_embeddings, load_model, pack_temporarily
 from trainyard.train.module import DataInfo
 
@@ -85,11 +85,11 @@ def search(
     if (rerank is None) != (files is None):
         raise UserError("--rerank K and --files FOLDER belong together: the matcher reads the gallery's raw files.")
     if out is not None:
-        refuse_table(out)
+        check_table_path(out)
     if rerank is not None and top is not None and not 0 < top <= rerank:
         raise UserError(f"--top {top}: expected 1 to {rerank}, the candidates that --rerank orders.")
     rows = open_embeddings(gallery)
-    _refuse_other_weights(rows, run)
+    _check_same_weights(rows, run)
     if rerank is not None and probes.suffix == MAPPED:
         raise UserError(f"{probes}: --rerank reads the probes themselves. Name their raw files instead of embeddings.")
     model = None if probes.suffix == MAPPED else load_model(run, jobs_dir)
@@ -151,7 +151,7 @@ def _read_probes(
     """
     if model is None:
         stored = open_embeddings(probes)
-        _refuse_other_weights(stored, run)
+        _check_same_weights(stored, run)
         return stored.keys, stored.vectors, stored.identities, probes.samefile(gallery)
     model.require_embeddings("search")
     with pack_temporarily(model, model.list_samples(probes), near=None) as data:
@@ -194,7 +194,7 @@ def _number_samples(samples: Iterator[Sample]) -> Iterator[Sample]:
     return (replace(sample, key=f"{number}: {sample.source or sample.key}") for number, sample in enumerate(samples, 1))
 
 
-def _refuse_other_weights(stored: EmbeddingFile, run: Path) -> None:
+def _check_same_weights(stored: EmbeddingFile, run: Path) -> None:
     """Refuse embeddings that the run's final weights did not compute: their inner products mean nothing."""
     from trainyard.train.checkpoint import choose_of_run
 

@@ -16,7 +16,7 @@ _STAGES = (
     ("transfer.py", "copy"),
     ("device.py", "augment"),
     ("augment.py", "augment"),
-    ("item.py", "augment"),
+    ("host_batch.py", "augment"),
     ("shards.py", "read"),
     ("array_map.py", "read"),
     ("arrays.py", "read"),

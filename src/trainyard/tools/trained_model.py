@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from trainyard.config.compose import thaw
+from trainyard.config.compose import load_config
 from trainyard.config.families import load_family
 from trainyard.config.settings import JPEG, TrainConfig
 from trainyard.data.prepare import Seen, build_meta, explain_no_sample, log_unread
@@ -127,7 +127,7 @@ def load_model(
     from trainyard.train.module import DataInfo
     from trainyard.train.precision import read_capability
 
-    config = thaw(run / CONFIG, jobs_dir)
+    config = load_config(run / CONFIG, jobs_dir)
     pack = load_family(jobs_dir, config.family, "pack")
     if lists and not hasattr(pack, lists):
         what = "predictions for a table" if lists == "unlabelled" else "evaluation of new folders"

@@ -81,7 +81,7 @@ def save(
             it (full, quota, I/O error). Older checkpoints are then untouched.
     """
     assert step >= 0, step
-    _refuse_unsafe(state)
+    _check_loads_safely(state)
     needed = count_tensor_bytes(state)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -419,7 +419,7 @@ def _walk_leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
         yield where, value
 
 
-def _refuse_unsafe(state: State) -> None:
+def _check_loads_safely(state: State) -> None:
     """Raise for what torch.load(weights_only=True) would refuse, while it can still be corrected.
 
     Types are compared exactly: a numpy float is a subclass of float and pickles as numpy.
@@ -456,10 +456,10 @@ def _require_room(directory: Path, needed: int) -> None:
 def _merge_weights(path: Path, model: Mapping[str, Any], averaged: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return contiguous tensors that share no memory, as safetensors requires."""
     stray = sorted(averaged.keys() - model.keys())
-    other = [name for name, value in model.items() if not isinstance(value, torch.Tensor)]
-    if not model or stray or other:
+    non_tensors = [name for name, value in model.items() if not isinstance(value, torch.Tensor)]
+    if not model or stray or non_tensors:
         fault = f"'ema' has {stray[0]}, which 'model' lacks" if stray else "'model' is empty or missing"
-        fault = f"'model' has {other[0]}, which is not a tensor" if other else fault
+        fault = f"'model' has {non_tensors[0]}, which is not a tensor" if non_tensors else fault
         raise CheckpointError(f"{path}: not exported: expected state['model'] to hold all weights, but {fault}.")
     merged = {**model, **averaged}
     return {name: w.detach().clone(memory_format=torch.contiguous_format) for name, w in merged.items()}

@@ -12,7 +12,7 @@ import torch
 from loguru import logger
 from torch import Tensor, nn
 
-from trainyard.config.families import describe_value, load_family, locate_code, refuse_own_randomness, require_mapping
+from trainyard.config.families import describe_value, forbid_own_randomness, load_family, locate_code, require_mapping
 from trainyard.config.settings import TrainConfig
 from trainyard.errors import ContractError
 from trainyard.text import join_names
@@ -72,7 +72,7 @@ def compute_first_losses(
     Raises:
         UserError: it is not scalar tensors with a loss that has a gradient, or is random in a way that no run repeats.
     """
-    with refuse_own_randomness(locate_code(module.forward), _SEEDED):
+    with forbid_own_randomness(locate_code(module.forward), _SEEDED):
         losses = model(batch)
     check_losses(module, losses)
     return losses

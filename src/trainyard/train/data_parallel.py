@@ -73,7 +73,7 @@ def choose_unused_search(
     with precision.allow_nondeterministic_operators():
         tried = [try_gradients(module, part.batch, autocast) for part in peek() if part.weight]
     # names of parameters with sparse gradients are left out: DDP ignores these
-    unused = [set(list_without_gradient(one)).difference(module.sparse_gradients()) for one in tried]
+    unused = [set(list_without_gradient(gradients)).difference(module.sparse_gradients()) for gradients in tried]
     found = [names for names_of_rank in distributed.gather_to_rank0(unused) or [] for names in names_of_rank]
     partly = sorted(set[str]().union(*found).difference(set.intersection(*found))) if found else []
     if partly := distributed.broadcast_from_rank0(partly):
@@ -142,7 +142,7 @@ def hash_constant_buffers(module: nn.Module) -> dict[str, str]:
     return {name: hashlib.sha256(values.numpy().tobytes()).hexdigest() for name, values in flat.items()}
 
 
-def refuse_differing_buffers(module: nn.Module, before: Mapping[str, str]) -> None:
+def check_buffers_agree(module: nn.Module, before: Mapping[str, str]) -> None:
     """Refuse a module whose buffers a step has changed to other values on each rank. Every rank takes part.
 
     Args:

@@ -46,7 +46,7 @@ def select_device(world: World, environ: Mapping[str, str]) -> torch.device:
     index = choose_gpu_index(world, torch.cuda.device_count() if torch.cuda.is_available() else 0)
     uuid = "" if index is None else str(torch.cuda.get_device_properties(index).uuid)
     own = Card(socket.gethostname(), identify_card(uuid, environ.get("CUDA_VISIBLE_DEVICES", "")))
-    refuse_shared_cards(_gather(own))
+    check_cards_differ(_gather(own))
     if index is None:
         return torch.device("cpu")
     torch.cuda.set_device(index)
@@ -57,7 +57,7 @@ def choose_gpu_index(world: World, visible: int) -> int | None:
     """Return which of the GPUs that this rank sees it uses; None if it sees none.
 
     A rank that sees one GPU uses it, whatever its local rank: Slurm's --gpus-per-task and --gpu-bind, and MIG, show
-    each task one. `refuse_shared_cards` notices a card that another rank has as well.
+    each task one. `check_cards_differ` notices a card that another rank has as well.
 
     Raises:
         UserError: it sees several GPUs, but none for its local rank.
@@ -81,7 +81,7 @@ def identify_card(uuid: str, visible_devices: str) -> str:
     return visible_devices.split(",")[0] if uuid and visible_devices.startswith("MIG-") else uuid
 
 
-def refuse_shared_cards(cards: Sequence[Card]) -> None:
+def check_cards_differ(cards: Sequence[Card]) -> None:
     """Check that no two ranks use one GPU: NCCL would fail in the first collective.
 
     Args:
@@ -306,7 +306,7 @@ class Agreement:
         """Forget a pending exchange: this rank ends at once, and others may have ended."""
         self._pending = None
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for a pending exchange, so that this rank's exit breaks no other rank's."""
         if self._pending is not None:
             self._pending.wait()

@@ -32,7 +32,7 @@ from trainyard.train import distributed
 from trainyard.train.evaluate import predict_share
 from trainyard.train.out_of_memory import EVALUATION, choose_smaller, explain_out_of_memory, name_phase, release_memory
 from trainyard.train.precision import allow_nondeterministic_operators
-from trainyard.train.run_context import TRAIN, RunContext, refuse_batches_without_memory
+from trainyard.train.run_context import TRAIN, RunContext, check_batch_memory
 from trainyard.train.run_state import build_state
 from trainyard.train.step import TrainState, compute_gradients, read_one_step, update_weights
 
@@ -148,7 +148,7 @@ def _predict_on_host(context: RunContext, loader: Loader, autocast: Autocast) ->
         return Choice(
             "off", f"a step of family {context.config.family} reads values, so it cannot be predicted: {error.func}"
         )
-    refuse_batches_without_memory(context, loader, available=available, step_bytes=needed)
+    check_batch_memory(context, loader, available=available, step_bytes=needed)
     return Choice(
         "fits",
         f"predicted: {format_size(needed)} for a step, of {format_size(available.bytes)} ({available.source})",

@@ -135,15 +135,15 @@ class StepMeter:
         self._gaps = []
         return 0.0 if before is None else self._finish(before)
 
-    def settle(self) -> float:
+    def synchronize(self) -> float:
         """Wait until the device has finished every step; return the seconds of training not returned before."""
         step, self._launched = self._launched, None
         return self._count_time() if step is None else self._finish(step)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave out the time inside. The device must have settled: queued work would be left out too."""
-        assert self._launched is None, "settle first"
+        """Leave out the time inside. Call `synchronize` first: queued work would be left out too."""
+        assert self._launched is None, "synchronize first"
         begin = time.monotonic()
         yield
         paused_s = time.monotonic() - begin
@@ -153,8 +153,8 @@ class StepMeter:
         self._arrival = None  # of a micro-batch that was read inside
 
     def pop_timings(self) -> dict[str, float]:
-        """Return means per step since the last call, and reset. The device must have settled."""
-        assert self._launched is None, "settle first"
+        """Return means per step since the last call, and reset. Call `synchronize` first."""
+        assert self._launched is None, "synchronize first"
         elapsed_s, steps = time.monotonic() - self._begin, self._steps
         result = {
             "samples_per_s": self._samples / elapsed_s,

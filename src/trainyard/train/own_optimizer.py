@@ -57,7 +57,7 @@ def build_own_optimizer(
         ) from None
     _check_groups(module, groups, optimizer, lr=config.optimizer.lr)
     read |= {"lr"} | ({"weight_decay"} & optimizer.defaults.keys())  # which a step sets, and groups state
-    _refuse_unread(where, "optimizer", config.optimizer, read)
+    _check_read(where, "optimizer", config.optimizer, read)
     return optimizer
 
 
@@ -80,7 +80,7 @@ def build_own_schedule(
     for step in (0, 0 if total_steps is None else total_steps):
         schedule(step)
     # A length in minutes needs schedule.name=constant, because the other shapes need the number of steps.
-    _refuse_unread(where, "schedule", config.schedule, read if total_steps is not None else read | {"name"})
+    _check_read(where, "schedule", config.schedule, read if total_steps is not None else read | {"name"})
     return schedule
 
 
@@ -169,7 +169,7 @@ def _note_reads(settings: Any) -> tuple[Any, set[str]]:
     return Noted(**vars(settings)), read
 
 
-def _refuse_unread(where: str, group: str, settings: Any, read: set[str]) -> None:
+def _check_read(where: str, group: str, settings: Any, read: set[str]) -> None:
     """Raise a UserError if an option has another value than its default, and nothing read it."""
     default = type(settings)()
     names = [f.name for f in fields(settings) if f.name not in read]

@@ -119,13 +119,11 @@ def make_loader(context: RunContext) -> Loader:
         channels_last=context.precision.channels_last,
         reads_noise=context.module.reads_noise,
     )
-    refuse_batches_without_memory(context, loader, available=read_available_memory())
+    check_batch_memory(context, loader, available=read_available_memory())
     return loader
 
 
-def refuse_batches_without_memory(
-    context: RunContext, loader: Loader, *, available: AvailableMemory, step_bytes: int = 0
-) -> None:
+def check_batch_memory(context: RunContext, loader: Loader, *, available: AvailableMemory, step_bytes: int = 0) -> None:
     """Compare the loader's allocation for a batch with the memory that the ranks of this node can still get.
 
     Before anything is allocated: the kernel would kill the rank. Memory of the model is not counted: this is a lower

@@ -32,9 +32,9 @@ from trainyard.train.step import (
     StepLosses,
     TrainState,
     build_optimizer,
+    check_running_statistics,
     copy_for_average,
     enable_activation_checkpointing,
-    refuse_recounted_statistics,
 )
 from trainyard.train.swa import WeightAverage
 from trainyard.train.warm_start import start_from_weights
@@ -63,7 +63,7 @@ def prepare_state(context: RunContext) -> tuple[TrainState, int | None]:
     if config.gradient_checkpointing:
         recompute_layers(module, config)
     if config.gradient_checkpointing and context.precision.compile:
-        refuse_recounted_statistics(module, torch.__version__)
+        check_running_statistics(module, torch.__version__)
     if context.precision.compile:
         _compile_layers(context, module)
     if context.precision.cuda_graphs:
@@ -140,14 +140,14 @@ def restore_state(state: TrainState, saved: Mapping[str, Any], *, fingerprint: s
         CheckpointError: something is missing in it, or does not fit this run's model.
         UserError: it belongs to other data.
     """
-    with refuse_misfit(path):
+    with explain_misfit(path):
         _check_fields(saved)
     if saved["data"] != fingerprint:
         raise UserError(
             "This run was trained on other data than those found now (the packed index differs). "
             "Put the packed data back, or start a new run."
         )
-    with refuse_misfit(path):
+    with explain_misfit(path):
         state.module.load_state_dict(saved["model"])
         state.optimizer.load_state_dict(saved["optimizer"])
         if not is_own(state.module, "build_optimizer"):
@@ -166,7 +166,7 @@ def restore_state(state: TrainState, saved: Mapping[str, Any], *, fingerprint: s
 
 
 @contextmanager
-def refuse_misfit(path: Path) -> Iterator[None]:
+def explain_misfit(path: Path) -> Iterator[None]:
     """Turn what torch raises for a state that does not fit into one sentence about the checkpoint `path`.
 
     Raises:

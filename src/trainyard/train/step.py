@@ -285,7 +285,7 @@ def enable_activation_checkpointing(module: TrainModule) -> int:
     return len(layers)
 
 
-def refuse_recounted_statistics(module: TrainModule, version: str) -> None:
+def check_running_statistics(module: TrainModule, version: str) -> None:
     """Refuse to compile recomputed layers whose running statistics this torch would update twice.
 
     In torch 2.7.1 the compiled backward pass recomputes a layer together with its update of statistics; 2.13.0 keeps

@@ -166,7 +166,7 @@ def require_trackers(names: Sequence[str]) -> None:
     for name in names:
         module, requirement = PACKAGES.get(name, ("", ""))
         if module and importlib.util.find_spec(module) is None:
-            rest = ",".join(other for other in names if other != name)
+            rest = ",".join(tracker for tracker in names if tracker != name)
             raise UserError(
                 f"trackers={name}: {module} is not installed here. Type: {shlex.quote(sys.executable)} -m pip install "
                 f"'{requirement}', or leave it out: trackers=[{rest}]"

@@ -26,7 +26,7 @@ from trainyard.train import checkpoint, distributed, precision
 from trainyard.train.best import explain_equals, is_better, require_metrics
 from trainyard.train.console import ProgressBar, format_line
 from trainyard.train.contract import try_predict
-from trainyard.train.data_parallel import hash_constant_buffers, refuse_differing_buffers
+from trainyard.train.data_parallel import check_buffers_agree, hash_constant_buffers
 from trainyard.train.determinism import (
     choose_determinism,
     describe_determinism,
@@ -58,7 +58,7 @@ from trainyard.train.run_context import (
     compute_total_steps,
     make_loader,
 )
-from trainyard.train.run_state import prepare_state, refuse_misfit, wrap_model
+from trainyard.train.run_state import explain_misfit, prepare_state, wrap_model
 from trainyard.train.saver import Saver
 from trainyard.train.schedule import build_schedule
 from trainyard.train.step import StepResult, TrainState, read_one_step, train_step
@@ -201,7 +201,7 @@ class Trainer:
                 has_to_evaluate = agreed.evaluate or finished or self.eval_every.is_due_at(progress.step)
                 has_to_save = agreed.save or leaving or self.saver.every.is_due_at(progress.step)
                 if has_to_evaluate or has_to_save:
-                    self._settle()
+                    self._synchronize()
                     with self.meter.pause():
                         is_best = has_to_evaluate and self._evaluate()
                     finished = finished or self._is_out_of_patience()
@@ -219,7 +219,7 @@ class Trainer:
         finally:
             stream.close()
             bar.close()
-            self.agreement.settle()
+            self.agreement.wait()
 
     def _try_first_batch(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Check and wrap the module, and choose and record how deterministic this run is; return all micro-batches."""
@@ -268,12 +268,12 @@ class Trainer:
             autocast=self.autocast,
         )
         if is_first:
-            refuse_differing_buffers(self.state.module, buffers)
+            check_buffers_agree(self.state.module, buffers)
         self.state.step_losses.add(result.losses["loss"])
         samples = len(self.order.batch(progress.batches_done))
         progress.train_s += self.meter.end_step(samples, result.wait_s)
         if is_first:
-            self._settle()  # the first step: the runtime limit needs to know how long one takes
+            self._synchronize()  # the first step: the runtime limit needs to know how long one takes
         progress.step += 1
         progress.samples_seen += samples
         progress.batches_done += 1
@@ -287,9 +287,9 @@ class Trainer:
             self.context.heartbeat.touch()
             yield micro_batch
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         """Wait for the device, so that the time of every step so far is known."""
-        self.state.progress.train_s += self.meter.settle()
+        self.state.progress.train_s += self.meter.synchronize()
 
     def _check_finite(self, result: StepResult) -> None:
         """Check the previous step, so that the host never waits for the device."""
@@ -322,7 +322,7 @@ class Trainer:
         values, listed = self.state.step_losses.sum_over_ranks(result.losses), self.state.step_losses.pop()
         if self.recorder is None:
             return
-        self._settle()
+        self._synchronize()
         progress = self.state.progress
         line = {
             "epoch": progress.epoch,
@@ -493,7 +493,7 @@ class Trainer:
             chosen = entry.path, problem
         path, problem = distributed.broadcast_from_rank0(chosen)
         saved = checkpoint.read_verified(path)
-        with refuse_misfit(path):
+        with explain_misfit(path):
             module.load_state_dict(saved["ema"] or saved["model"])
         self._record_choice("final_weights", Choice(f"step {parse_name(path)[0]}", problem or why))
         if problem:

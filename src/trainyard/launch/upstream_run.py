@@ -10,7 +10,7 @@ from trainyard.runs.status import describe_state, format_resume_command, read_st
 
 
 @dataclass(frozen=True)
-class Predecessor:
+class UpstreamRun:
     """A run that another one follows."""
 
     run: Path
@@ -23,7 +23,7 @@ class Predecessor:
         return f"{self.run} (Slurm job {self.job}): starts when it is done; if it ends otherwise, Slurm cancels this"
 
 
-def find_predecessor(run: Path) -> Predecessor:
+def find_upstream_run(run: Path) -> UpstreamRun:
     """Return the run that a new run waits for in order to follow it.
 
     Raises:
@@ -32,7 +32,7 @@ def find_predecessor(run: Path) -> Predecessor:
     (status,), _ = read_statuses([run])
     name, reached = f"--after {format_run_name(run)}", describe_state(status)
     if status.state == State.DONE:
-        return Predecessor(run.absolute(), "")
+        return UpstreamRun(run.absolute(), "")
     if status.slurm_unavailable_reason:
         raise UserError(
             f"{name}: whether it can be waited for is not known. {status.slurm_unavailable_reason} Submit from a "
@@ -48,4 +48,4 @@ def find_predecessor(run: Path) -> Predecessor:
             f"{name}: is {reached} outside Slurm, so no Slurm job can wait for it. Leave --after out, "
             "and submit when it is done."
         )
-    return Predecessor(run.absolute(), status.snapshot.training_job_id)
+    return UpstreamRun(run.absolute(), status.snapshot.training_job_id)

@@ -18,7 +18,7 @@ _DRAWN_TOGETHER = 8  # micro-batches whose random numbers are drawn in one call,
 
 
 @dataclass(slots=True)
-class Item:
+class HostBatch:
     """A micro-batch, as background threads prepare it on the host; later its tensors are on the device."""
 
     ids: np.ndarray
@@ -33,7 +33,7 @@ class Item:
     copied: Any = None  # the event of its copy to a GPU
 
 
-class Draws:
+class RandomDraws:
     """Random numbers of samples: pure functions of (seed, epoch, sample id), whatever is drawn together."""
 
     def __init__(
@@ -57,33 +57,33 @@ class Draws:
         self._settings, self._seed, self._regions, self._letterbox = settings, seed, regions, letterbox
         self._read_boxes, self._noise = read_boxes, noise
 
-    def add_to(self, items: Iterator[Item]) -> Iterator[Item]:
-        """Add the random numbers of each item, drawn for several items at a time; evaluation has none."""
-        while group := deque(itertools.islice(items, _DRAWN_TOGETHER)):
-            self._draw_noise([item for item in group if item.epoch is not None])
-            for _, alike in itertools.groupby(group, key=lambda item: (item.epoch is None, item.size)):
+    def attach(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch]:
+        """Add the random numbers of each batch, drawn for several batches at a time; evaluation has none."""
+        while group := deque(itertools.islice(batches, _DRAWN_TOGETHER)):
+            self._draw_noise([batch for batch in group if batch.epoch is not None])
+            for _, alike in itertools.groupby(group, key=lambda batch: (batch.epoch is None, batch.size)):
                 self._draw_parameters(list(alike))
             while group:
                 yield group.popleft()  # whoever gets it decides how long its memory is in use
 
-    def _draw_noise(self, items: Sequence[Item]) -> None:
-        if not items or not self._noise:
+    def _draw_noise(self, batches: Sequence[HostBatch]) -> None:
+        if not batches or not self._noise:
             return
-        noise = augment.draw_noise(seed=self._seed, epoch=_repeat_epochs(items), sample_ids=_join_ids(items))
-        for item, part in zip(items, np.split(noise, _find_ends(items)[:-1]), strict=True):
-            item.values["noise"] = torch.from_numpy(part)
+        noise = augment.draw_noise(seed=self._seed, epoch=_repeat_epochs(batches), sample_ids=_join_ids(batches))
+        for batch, part in zip(batches, np.split(noise, _find_ends(batches)[:-1]), strict=True):
+            batch.values["noise"] = torch.from_numpy(part)
 
-    def _draw_parameters(self, items: Sequence[Item]) -> None:
-        """Draw the augmentation of items of one input size, and add the batch's entries about it."""
+    def _draw_parameters(self, batches: Sequence[HostBatch]) -> None:
+        """Draw the augmentation of batches of one input size, and add their entries about it."""
         if self._regions is None:
             return
-        height, width = items[0].size
-        if items[0].epoch is not None:
-            ids = _join_ids(items)
+        height, width = batches[0].size
+        if batches[0].epoch is not None:
+            ids = _join_ids(batches)
             drawn = augment.draw(
                 self._settings,
                 seed=self._seed,
-                epoch=_repeat_epochs(items),
+                epoch=_repeat_epochs(batches),
                 sample_ids=ids,
                 regions=self._regions[ids],
                 height_px=height,
@@ -91,21 +91,23 @@ class Draws:
                 letterbox=self._letterbox,
                 keep_boxes=self._read_boxes(ids),
             )
-            for item, parameters in zip(items, drawn.split(_find_ends(items)), strict=True):
-                item.parameters = parameters
-        together = Parameters.join([item.parameters for item in items if item.parameters is not None])
+            for batch, parameters in zip(batches, drawn.split(_find_ends(batches)), strict=True):
+                batch.parameters = parameters
+        together = Parameters.join([batch.parameters for batch in batches if batch.parameters is not None])
         affine = augment.compute_affine(together, height_px=height, width_px=width)
-        for item, part in zip(items, np.split(affine, _find_ends(items)[:-1]), strict=True):
-            item.values["affine"] = torch.from_numpy(part)
+        for batch, part in zip(batches, np.split(affine, _find_ends(batches)[:-1]), strict=True):
+            batch.values["affine"] = torch.from_numpy(part)
 
 
-def _join_ids(items: Sequence[Item]) -> np.ndarray:
-    return np.concatenate([item.ids for item in items])
+def _join_ids(batches: Sequence[HostBatch]) -> np.ndarray:
+    return np.concatenate([batch.ids for batch in batches])
 
 
-def _repeat_epochs(items: Sequence[Item]) -> np.ndarray:
-    return np.repeat([item.epoch for item in items if item.epoch is not None], [len(item.ids) for item in items])
+def _repeat_epochs(batches: Sequence[HostBatch]) -> np.ndarray:
+    return np.repeat(
+        [batch.epoch for batch in batches if batch.epoch is not None], [len(batch.ids) for batch in batches]
+    )
 
 
-def _find_ends(items: Sequence[Item]) -> np.ndarray:
-    return np.cumsum([len(item.ids) for item in items])
+def _find_ends(batches: Sequence[HostBatch]) -> np.ndarray:
+    return np.cumsum([len(batch.ids) for batch in batches])
