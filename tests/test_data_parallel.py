@@ -107,7 +107,7 @@ def _compare_scores_with_those_of_rank_0(rank: int, world_size: int, folder: Pat
 
     ids = np.arange(24)
     share, alone = (_make_loader(packed, rank, size) for size in (world_size, 1))
-    metrics = evaluate(module, share, ids, batch_size=6, autocast=nullcontext)
+    metrics, _ = evaluate(module, share, ids, batch_size=6, autocast=nullcontext)
     buffers = distributed.gather_to_rank0({name: value.clone() for name, value in module.state_dict().items()})
     if buffers is not None:
         parts: list[Rows] = []
