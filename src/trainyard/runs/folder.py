@@ -5,6 +5,7 @@ Loads no torch.
 
 import bisect
 import contextlib
+import errno
 import itertools
 import json
 import re
@@ -338,9 +339,12 @@ def _list_change_times(root: Path) -> dict[Path, str]:
             runs += (run for run in job.iterdir() if not run.name.startswith("."))
 
     def read(run: Path) -> str:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        try:
             return _read_change_time(run / CONFIG)
-        return ""
+        except OSError as error:  # a link to itself has no class of its own
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP):
+                raise
+            return ""
 
     with ThreadPoolExecutor(DISK_THREADS) as pool:
         return {run: changed for run, changed in zip(runs, pool.map(read, runs), strict=True) if changed}
