@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 
@@ -13,13 +14,15 @@ import pytest
 from tests.run_folders import NOW, RunFolder, append, format_time, make_slurm_job
 from tests.training import new_run, start, train, wait_for_lines
 from trainyard import cli
+from trainyard.cluster.query import JobUsage
 from trainyard.errors import UserError
 from trainyard.launch.cancel import cancel
 from trainyard.launch.submit import settle_end
 from trainyard.runs.state import describe_cause
-from trainyard.runs.status import read_statuses, render_overview, render_table, suggest_command
+from trainyard.runs.status import read_statuses, render_overview, render_table, render_usage, suggest_command
 from trainyard.runs.verdict import explain_pending_reason
 from trainyard.runs.why import explain_status
+from trainyard.train.recorder import Recorder
 
 LONG = ("max_duration=10000ep", "eval_every=10000ep")
 
@@ -673,3 +676,15 @@ def test_reading_run_status_loads_no_torch():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_the_usage_of_a_device_is_that_of_its_last_training_line(folder):
+    folder.begin(NOW - 900)
+    status = folder.read_status(make_slurm_job("RUNNING"))
+    usage = {"12": JobUsage("12", elapsed_s=60, cores=4, busy_s=180.0, memory_gib=8.0, largest_gib=2.5)}
+    assert render_usage([status], usage).splitlines()[1].split()[-6:] == ["75%", "8", "GiB", "2.5", "GiB", "8"]
+    with closing(Recorder(folder.run, trackers=[], config={}, resume_at=None)) as recorder:
+        recorder.log("train", 1, {"loss": 1.0, "step_ms": 50.0, "compute_ms": 10.0, "memory_gib": 1.0})
+        recorder.log("train", 2, {"loss": 1.0, "step_ms": 50.0, "compute_ms": 45.0, "memory_gib": 7.25})
+        recorder.log("eval", 2, {"split": "val", "loss": 1.0})
+    assert render_usage([status], usage).splitlines()[1].endswith("7.25 GiB, 90%")

@@ -1,5 +1,6 @@
 """With slurmdbd and its database, status and why are as correct as without."""
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -53,5 +54,5 @@ def test_a_crash_a_requeue_a_cancel_and_a_lost_node_are_reported_correctly(lab_a
     assert "cancelled" in output and f"trainyard resume {cancelled}" in output
     assert trainyard("status", "--used", crashed, cancelled, lost) == 0
     head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split()[:4] == ["RUN", "JOB", "FOR", "CORES"] and len(rows) == 4
-    assert all(" 4 GiB " in row and "%" in row for row in rows[:3])
+    assert head.split()[:4] == ["RUN", "JOB", "FOR", "CORES"] and len(rows) == 5
+    assert all(" 4 GiB " in row and re.search(r"GiB, \d+%", row) for row in rows[:3])

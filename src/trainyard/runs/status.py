@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trainyard.cluster import query as slurm
 from trainyard.cluster.query import JobUsage, SlurmError, SlurmJob
+from trainyard.runs.events import METRICS_FILE, read_last_lines
 from trainyard.runs.folder import format_run_name
 from trainyard.runs.history import Attempt, RunSnapshot, read_run
 from trainyard.runs.state import Cause, State
@@ -19,6 +20,7 @@ from trainyard.runs.verdict import ENDING, is_managed_by_slurm, judge_run
 from trainyard.text import SCREEN_WIDTH, align_columns, count_nouns, cut, format_duration
 
 _SCREEN_LINES = 20
+_LINES_OF_A_STEP = 64  # of metrics: one of training, and one for each evaluated set
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def render_overview(statuses: Sequence[Status], now: float) -> str:
 
 def render_usage(statuses: Sequence[Status], usage: Mapping[str, JobUsage]) -> str:
     """Render a line per run in Slurm: its newest job's request, and the usage of it."""
-    head = ("RUN", "JOB", "FOR", "CORES", "BUSY", "MEMORY", "LARGEST RANK", "GPUS")
+    head = ("RUN", "JOB", "FOR", "CORES", "BUSY", "MEMORY", "LARGEST RANK", "GPUS", "DEVICE")
     rows = [head]
     for status in statuses:
         if (used := usage.get(status.slurm_job_id)) is None:
@@ -135,9 +137,22 @@ def render_usage(statuses: Sequence[Status], usage: Mapping[str, JobUsage]) -> s
             "" if used.largest_gib is None else f"{used.largest_gib:.2g} GiB",
         )
         name, job = format_run_name(status.run), status.slurm_job_id
-        rows.append((name, job, format_duration(used.elapsed_s), str(used.cores), *cells, str(status.gpus)))
-    note = "BUSY: of the cores' time; MEMORY: requested of a node; LARGEST RANK: the most that one held, at its end"
+        requested = format_duration(used.elapsed_s), str(used.cores)
+        rows.append((name, job, *requested, *cells, str(status.gpus), _format_device_usage(status.run)))
+    note = (
+        "BUSY: of the cores' time; MEMORY: requested of a node; LARGEST RANK: the most that one held, at its end\n"
+        "DEVICE: the most that rank 0's GPU held, or its process on the CPU, and how much of its last steps it computed"
+    )
     return "\n".join([*align_columns(rows, width=SCREEN_WIDTH), note])
+
+
+def _format_device_usage(run: Path) -> str:
+    """Return memory and busy share of rank 0's device by the last training line; "" before the first."""
+    lines = read_last_lines(run / METRICS_FILE, _LINES_OF_A_STEP)
+    last = next((line for line in reversed(lines) if line["kind"] == "train" and line.get("step_ms")), None)
+    if last is None or "memory_gib" not in last:
+        return ""
+    return f"{last['memory_gib']:.3g} GiB, {last.get('compute_ms', 0) / last['step_ms']:.0%}"
 
 
 def format_headline(status: Status) -> str:
