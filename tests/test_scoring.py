@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from trainyard import scoring
 from trainyard.errors import UserError
 from trainyard.scoring import (
     ErrorRates,
@@ -178,3 +179,20 @@ def test_an_interval_is_left_out_once_more_draws_are_lost_than_lie_outside_it():
     }
     assert summarize_draws(values[1:], draws=100).to_metrics() == {"draws_lost": pytest.approx(0.06)}
     assert explain_missing_intervals(["eer", "eer_low", "eer_high"]) == ""
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 9])
+def test_fewer_than_four_groups_have_no_interval(groups):
+    rng = np.random.default_rng(0)
+    identity = np.arange(groups).repeat(8)
+    ends = scoring.bootstrap(
+        scoring.Pairs(
+            rng.normal(1, 1, 8 * groups), rng.normal(0, 1, 8 * groups), identity, np.stack([identity] * 2, 1)
+        ),
+        lambda rates: {"eer": rates.equal_error_rate().rate},
+        draws=200,
+    ).ends
+    assert bool(ends) == (groups > 3)
+    values = rng.normal(size=(groups, 2))
+    assert bool(scoring.bootstrap_error_metrics(*values.T, draws=200).ends) == (groups > 3)
+    assert bool(scoring.bootstrap_class_metrics(values, np.arange(groups) % 2, draws=200).ends) == (groups > 3)

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from trainyard.errors import UserError
 from trainyard.report.figures import draw_figure
-from trainyard.scoring import Intervals, check_scores, summarize_draws
+from trainyard.scoring import Intervals, check_scores, draw_groups, summarize_draws
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -197,8 +197,8 @@ def compute_intervals(
 
     A speaker's trials are not independent, so speakers are drawn with replacement, each with all their trials; an
     utterance whose speaker is unknown is drawn alone. The rates of the ASV system stay as they are. A draw of one
-    speaker alone, or of one class alone, is of no use (`scoring.summarize_draws`): fewer than four speakers have no
-    interval. The trials are sorted once; a draw of 71,000 trials then costs about 6 ms.
+    class alone is of no use, and fewer than four speakers have no interval (`scoring.draw_groups`). The trials are
+    sorted once; a draw of 71,000 trials then costs about 6 ms.
 
     Args:
         scores, is_bonafide, asv: as for `compute_metrics`.
@@ -209,13 +209,12 @@ def compute_intervals(
     names = [name or f" {number}" for number, name in enumerate(speaker)]  # no name begins with a space
     order = np.lexsort([~genuine, values])  # among equal scores bona fide trials come first
     values, genuine, group = values[order], genuine[order], np.unique(names, return_inverse=True)[1][order]
-    groups, rng = int(group.max()) + 1, np.random.default_rng(seed)
+    groups = int(group.max()) + 1
     found: list[dict[str, float]] = []
-    for _ in range(draws):
-        drawn = np.bincount(rng.integers(groups, size=groups), minlength=groups)
-        copies = drawn[group]
+    for drawn in draw_groups(groups, draws, seed=seed):
+        copies = np.bincount(drawn, minlength=groups)[group]
         kept = genuine.repeat(copies)
-        if np.count_nonzero(drawn) > 1 and kept.any() and not kept.all():
+        if kept.any() and not kept.all():
             found.append(_summarize_curve(_pass_trials(values.repeat(copies), kept), asv))
     return summarize_draws(found, draws=draws)
 

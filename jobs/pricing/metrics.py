@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trainyard.scoring import Intervals, summarize_draws
+from trainyard.scoring import Intervals, draw_groups, summarize_draws
 
 Floats = NDArray[np.float64]
 
@@ -66,7 +66,7 @@ def assign_deciles(true: ArrayLike) -> NDArray[np.int64]:
 def compute_intervals(
     predicted: ArrayLike, true: ArrayLike, *, groups: ArrayLike, draws: int, seed: int = 0
 ) -> Intervals:
-    """Return the 95 % interval of SMAPE over resampled groups; none of a single group, which every draw would repeat.
+    """Return the 95 % interval of SMAPE over resampled groups; none of fewer than four (`scoring.draw_groups`).
 
     Args:
         predicted, true: (N,) prices above 0.
@@ -76,8 +76,5 @@ def compute_intervals(
     _, group_index = np.unique(np.asarray(groups), return_inverse=True)
     sums = np.bincount(group_index, weights=compute_smape_terms(predicted, true))
     counts = np.bincount(group_index)
-    if len(counts) == 1:
-        return summarize_draws([], draws=draws)
-    chosen = np.random.default_rng(seed).integers(len(counts), size=(draws, len(counts)))
-    means = sums[chosen].sum(axis=1) / counts[chosen].sum(axis=1)
-    return summarize_draws([{"smape": 100 * mean} for mean in means.tolist()], draws=draws)
+    drawn = draw_groups(len(counts), draws, seed=seed)
+    return summarize_draws([{"smape": float(100 * sums[i].sum() / counts[i].sum())} for i in drawn], draws=draws)

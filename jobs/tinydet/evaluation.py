@@ -12,7 +12,7 @@ import torch
 from pycocotools.coco import COCO  # type: ignore[import-untyped]
 from pycocotools.cocoeval import COCOeval  # type: ignore[import-untyped]
 
-from trainyard.scoring import Intervals, summarize_draws
+from trainyard.scoring import Intervals, draw_groups, summarize_draws
 
 from . import geometry
 
@@ -136,8 +136,8 @@ def compute_intervals(
     """Return the 95 % intervals of `ap`, `ap50` and `ap75` over resampled images.
 
     Objects are matched once; a draw only counts each image's detections and objects as often as it was drawn, which
-    equals copying images. A draw of one image alone, or without an object, is of no use (`scoring.summarize_draws`):
-    fewer than four images have no interval. Images count as independent, so frames of one video give too narrow a one.
+    equals copying images. A draw without an object is of no use, and fewer than four images have no interval
+    (`scoring.draw_groups`). Images count as independent, so frames of one video give too narrow a one.
 
     Args:
         truths, detections, areas: as for `evaluate`.
@@ -148,11 +148,11 @@ def compute_intervals(
     evaluator = _match(truths, detections, categories, LIMITS[areas], {"all": (0.0, FAR)})
     images, thresholds = len(truths), evaluator.params.recThrs
     matched = [_MatchedCategory(evaluator.evalImgs[k * images : (k + 1) * images]) for k in range(categories)]
-    rng, resampled = np.random.default_rng(seed), []
-    for _ in range(draws):
-        copies = np.bincount(rng.integers(images, size=images), minlength=images)
+    resampled = []
+    for drawn in draw_groups(images, draws, seed=seed):
+        copies = np.bincount(drawn, minlength=images)
         rows = [row for category in matched if (row := category.compute_ap(copies, thresholds)) is not None]
-        if rows and np.count_nonzero(copies) > 1:
+        if rows:
             ap = np.mean(rows, axis=0)  # by IoU
             resampled.append({"ap": float(ap.mean()), "ap50": float(ap[0]), "ap75": float(ap[5])})
     return summarize_draws(resampled, draws=draws)

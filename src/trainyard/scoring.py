@@ -217,7 +217,7 @@ class Intervals:
 
 
 def summarize_draws(values: Sequence[Mapping[str, float]], *, draws: int) -> Intervals:
-    """Return the 95 % percentile interval of each metric over bootstrap draws.
+    """Return the 95 % percentile interval of each metric over bootstrap draws (`draw_groups`).
 
     There is none if more draws were of no use than an interval leaves outside, because the missing values could then
     lie anywhere: with only a few independent clusters, the draws that remain are nearly all the same.
@@ -235,6 +235,19 @@ def summarize_draws(values: Sequence[Mapping[str, float]], *, draws: int) -> Int
     return Intervals({name: (float(low), float(high)) for name, (low, high) in quantiles.items()}, lost)
 
 
+def draw_groups(count: int, draws: int, *, seed: int = 0) -> Iterator[Integers]:
+    """Yield the groups that each bootstrap draw has, (count,) from 0, drawn with replacement.
+
+    A draw that repeats one group alone says nothing about the spread between groups, and is left out: fewer than four
+    groups have no interval (`summarize_draws`).
+    """
+    rng = np.random.default_rng(seed)
+    for _ in range(draws):
+        drawn = rng.integers(count, size=count)
+        if (drawn != drawn[0]).any():
+            yield drawn
+
+
 def explain_missing_intervals(metrics: Iterable[str]) -> str:
     """Return a sentence about the intervals that `to_metrics` left out; "" if these metrics lack none."""
     lost = [name for name in metrics if name.startswith(_DRAWS_LOST)]
@@ -250,8 +263,7 @@ def bootstrap(
     drawn c times gives its own pairs weight c, and its pairs with an identity drawn d times weight c * d. This equals
     copying the drawn identities and leaving out pairs of two copies of one identity. Nothing is scored or sorted again.
     Of the sorted scores, only as many of the highest are weighted as the statistic asks about: one draw costs about
-    10 ns for each of these. Draws without a genuine or without an impostor pair are of no use, and a single identity
-    has no interval, because every draw would repeat it; see `summarize_draws`.
+    10 ns for each of these. Draws without a genuine or without an impostor pair are of no use.
 
     Args:
         statistic: uses the methods of the rates, which are those of the highest thresholds, to find its scores.
@@ -264,8 +276,6 @@ def bootstrap(
     own = pairs.genuine_identity[counter.genuine_order]
     one, other = pairs.impostor_identities[counter.impostor_order].T.copy()
     identities = 1 + int(max(pairs.genuine_identity.max(), pairs.impostor_identities.max()))
-    if identities == 1:
-        return summarize_draws([], draws=draws)
     genuine_of = np.bincount(own, minlength=identities)
     both, impostors_of = np.unique(one * identities + other, return_counts=True)
     both_one, both_other = np.divmod(both, identities)
@@ -275,10 +285,9 @@ def bootstrap(
 
     thresholds = len(counter.thresholds)
     highest = max(_LEAST_HIGHEST, thresholds // 64)
-    generator = np.random.default_rng(seed)
     results: list[Mapping[str, float]] = []
-    for _ in range(draws):
-        counts = np.bincount(generator.integers(identities, size=identities), minlength=identities)
+    for drawn in draw_groups(identities, draws, seed=seed):
+        counts = np.bincount(drawn, minlength=identities)
         totals = int(genuine_of @ counts), int(impostors_of @ weigh(counts, both_one, both_other))
         while all(totals):
             left_out = max(0, thresholds - highest)
@@ -356,7 +365,7 @@ def compute_error_metrics(predicted_N: ArrayLike, target_N: ArrayLike) -> dict[s
 def bootstrap_error_metrics(predicted_N: ArrayLike, target_N: ArrayLike, *, draws: int) -> Intervals:
     """Return the 95 % percentile intervals of `compute_error_metrics` over resampled samples."""
     predicted, target = np.asarray(predicted_N), np.asarray(target_N)
-    drawn = _resample(len(target), draws)
+    drawn = draw_groups(len(target), draws)
     return summarize_draws([compute_error_metrics(predicted[ids], target[ids]) for ids in drawn], draws=draws)
 
 
@@ -377,13 +386,8 @@ def compute_class_metrics(logits_NK: ArrayLike, labels: Integers) -> dict[str, f
 
 def bootstrap_class_metrics(logits_NK: ArrayLike, labels: Integers, *, draws: int) -> Intervals:
     """Return the 95 % percentile intervals of `compute_class_metrics` over resampled samples."""
-    scores, drawn = _score_samples(logits_NK, labels), _resample(len(labels), draws)
+    scores, drawn = _score_samples(logits_NK, labels), draw_groups(len(labels), draws)
     return summarize_draws([_average_classes(scores[ids], labels[ids]) for ids in drawn], draws=draws)
-
-
-def _resample(count: int, draws: int) -> Iterator[Integers]:
-    rng = np.random.default_rng(0)
-    return (rng.integers(count, size=count) for _ in range(draws))
 
 
 def describe_class(logits_K: Floats, classes: Sequence[str]) -> dict[str, object]:
