@@ -8,6 +8,7 @@ import pytest
 from tests.checkout import PLACES, ROOT, list_files
 from tests.commands_page import build_options, build_page
 from tests.diagrams import draw_all
+from tests.quick_start import FOLDERS, WIDTH, find_transcript, shorten
 from trainyard.report.headline import Baseline, judge_metric
 from trainyard.runs.events import name_interval_ends
 from trainyard.runs.state import State
@@ -73,6 +74,26 @@ def test_the_verdicts_of_the_quick_start_follow_from_its_numbers():
     assert len(verdicts) == 5 and all(written == judged for written, judged in verdicts), verdicts
     planted = judge_transcripts(re.sub(r"^(    ap +\S+ \[)", r"\1-", page, flags=re.MULTILINE))
     assert [written == judged for written, judged in planted] == [True, True, True, False, True]
+
+
+def test_a_transcript_is_the_last_screen_of_a_run_without_five_of_its_rows():
+    screen = [
+        "pricing_few  done",
+        "smape  1.0",
+        "       on test; " + "lower is better " * 7,
+        "further  a 1",
+        "         b 2",
+        "took   1s",
+        "next:  open report.html",
+        "       trainyard options pricing_few",
+    ]
+    folded = ["    pricing_few  done", "    smape  1.0", f"           on test;{' lower is better' * 5} lower is"]
+    assert shorten("\n".join(screen)).splitlines() == [*folded, "           better lower is better", "    took   1s"]
+    page = (ROOT / "docs" / "quick-start.md").read_text()
+    for job in FOLDERS:
+        rows = find_transcript(page, job)[0].splitlines()
+        names = [row.split()[0] for row in rows if row[4] != " "]
+        assert names[0] == job and names[2:] == ["verdict", "took", "report"] and max(map(len, rows)) <= WIDTH + 4
 
 
 @pytest.mark.parametrize(
