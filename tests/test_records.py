@@ -386,3 +386,9 @@ def test_each_global_batch_has_one_of_the_requested_sizes(packed, decode):
 def test_options_that_exclude_each_other_are_refused(packed, image, augmentation, said):
     with pytest.raises(UserError, match=said):
         take_batches(packed, image=ImageSettings(**image), augmentation=AugmentSettings(**augmentation))
+
+
+def test_an_array_without_axes_reads_back(tmp_path):
+    samples = [Sample(str(i), partial(dict, {"weight": np.array(i, np.float32)})) for i in range(3)]
+    data = pack(iter(samples), tmp_path / "packed", meta={}, workers=1)
+    assert [float(weight) for weight in data.read_arrays("weight", np.arange(3))] == [0, 1, 2]

@@ -339,7 +339,8 @@ def _find_fault(records: Records, shard: Shard, rows: slice) -> str:
         return "arrays of one shape do not follow each other"
     if records.kind == PCM and (shape.shape[1] != 1 or records.dtype != "int16"):
         return "a shape cannot be true"
-    axes = max(records.varying_axes, 1)
-    if shape.shape[1] < axes or (shape[:, axes:] != shape[0, axes:]).any():
+    if shape.shape[1] < records.varying_axes:
+        return "a shape has fewer axes than vary"
+    if (shape[:, records.varying_axes or 1 :] != shape[0, records.varying_axes or 1 :]).any():
         return "a shape differs beyond the axes that vary"
     return ""

@@ -341,7 +341,7 @@ def _list_change_times(root: Path) -> dict[Path, str]:
     def read(run: Path) -> str:
         try:
             return _read_change_time(run / CONFIG)
-        except OSError as error:  # a link to itself has no class of its own
+        except OSError as error:  # Python has no exception class for ELOOP
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP):
                 raise
             return ""
