@@ -204,8 +204,11 @@ def read_template(loader: Loader, ids: np.ndarray) -> dict[str, Tensor]:
 def list_axes(data: ShardSet, ids: np.ndarray, image: ImageSettings) -> dict[str, dict[int, int]]:
     """Return the axes of a batch that vary besides the first, at the longest that the samples `ids` and images have."""
     records, scale = data.records.items(), max(image.scales)
-    longest = {name: record.shape[ids, : record.varying_axes].max(axis=0) for name, record in records}
-    axes = {name: dict(enumerate(lengths.tolist(), 1)) for name, lengths in longest.items() if len(lengths)}
+    axes = {
+        name: dict(enumerate(record.shape[ids, : record.varying_axes].max(axis=0).tolist(), 1))
+        for name, record in records
+        if record.varying_axes
+    }
     size = round(image.height_px * scale), round(image.width_px * scale)
     followers = list_followers(data.records).items()
     images = {IMAGE, *(name for name, record in followers if record.kind != MASK)}
