@@ -223,8 +223,40 @@ def test_an_unknown_column_or_another_order_to_balance_is_refused():
     with pytest.raises(UserError, match=r"data\.balance_by=persn: no such column. The data set has family, person"):
         order_epoch(np.arange(4), columns, config, epoch=0)
     config = TrainConfig(job="j", family="f", data=DataSettings(balance_by="person"))
-    with pytest.raises(UserError, match=r"data\.balance_by=person is for data.order=pxk, not shuffle"):
+    with pytest.raises(UserError, match=r"data\.balance_by=person is for .*=pxk, not shuffle.*: data\.balance_by=$"):
         order_epoch(np.arange(4), columns, config, epoch=0)
+    data = DataSettings(order="pxk", order_by="family", balanced_repeats=3)
+    config = TrainConfig(job="j", family="f", data=data)
+    with pytest.raises(UserError, match=r"balanced_repeats=3 repeats .* is empty. Name a column: data\.balance_by="):
+        order_epoch(np.arange(4), columns, config, epoch=0)
+
+
+@given(
+    images=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=9),
+    per_person=st.integers(1, 3),
+    repeats=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+)
+def test_families_with_twins_come_as_often_as_asked_and_people_without_one_once(images, per_person, repeats, seed):
+    people = [(family, count) for family, counts in enumerate(images) for count in counts]
+    family = np.concatenate([[owner] * count for owner, count in people])
+    person = np.concatenate([[i] * count for i, (_, count) in enumerate(people)])
+    k, columns = 2 * per_person, {"family": family, "person": person}
+    data = DataSettings(
+        order="pxk", order_by="family", samples_per_identity=k, balance_by="person", balanced_repeats=repeats
+    )
+    config = TrainConfig(job="j", family="f", seed=seed, global_batch_size=2 * k, data=data)
+    groups = order_epoch(np.arange(len(family)), columns, config, epoch=2).ids.reshape(-1, k)
+    owners = family[groups]
+    assert (owners == owners[:, :1]).all()
+    for number, counts in enumerate(images):
+        own = groups[owners[:, 0] == number]
+        times = repeats if len(counts) > 1 else 1
+        assert len(own) == times * -(-sum(counts) // k)
+        counted = np.bincount(own.reshape(-1), minlength=len(family))[family == number]
+        assert counted.min() >= times
+        if sum(counts) % k == 0:
+            assert (counted == times).all()
 
 
 def test_one_identity_with_almost_all_samples_does_not_crowd_out_the_others_early():

@@ -80,6 +80,11 @@ class DataSettings:
     balance_by: str = option(
         "", "column of which the K samples of an identity hold each value equally often, such as both twins of a family"
     )
+    balanced_repeats: int = option(
+        1,
+        "how often an epoch deals an identity with several values of balance_by; 3: twins three times, others once",
+        low=1,
+    )
     decode: str = option(
         "auto",
         "who decodes images and audio; auto: DALI where it is installed, otherwise the CPU",

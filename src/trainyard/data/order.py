@@ -81,7 +81,15 @@ def order_epoch(
     """
     seed, size, by = config.seed, config.global_batch_size, config.data.order_by
     if config.data.balance_by and config.data.order != "pxk":
-        raise UserError(f"data.balance_by={config.data.balance_by} is for data.order=pxk, not {config.data.order}.")
+        raise UserError(
+            f"data.balance_by={config.data.balance_by} is for data.order=pxk, not {config.data.order}. "
+            "Empty it: data.balance_by="
+        )
+    if config.data.balanced_repeats > 1 and not config.data.balance_by:
+        raise UserError(
+            f"data.balanced_repeats={config.data.balanced_repeats} repeats the identities with several values of "
+            "data.balance_by, which is empty. Name a column: data.balance_by=COLUMN"
+        )
     if config.data.order == "shuffle":
         return shuffle(train_ids, seed=seed, epoch=epoch, global_batch_size=size)
     for name, column in {"order_by": by, "balance_by": config.data.balance_by or by}.items():
@@ -105,7 +113,14 @@ def order_epoch(
     k = config.data.samples_per_identity
     balanced = columns[config.data.balance_by][train_ids] if config.data.balance_by else None
     return group_by_identity(
-        train_ids, values, samples_per_identity=k, seed=seed, epoch=epoch, global_batch_size=size, balanced=balanced
+        train_ids,
+        values,
+        samples_per_identity=k,
+        seed=seed,
+        epoch=epoch,
+        global_batch_size=size,
+        balanced=balanced,
+        balanced_repeats=config.data.balanced_repeats,
     )
 
 
@@ -123,6 +138,7 @@ def group_by_identity(
     epoch: int,
     global_batch_size: int,
     balanced: np.ndarray | None = None,
+    balanced_repeats: int = 1,
 ) -> EpochOrder:
     """Order an epoch so that each global batch contains P identities with K samples each ("P x K sampling").
 
@@ -137,6 +153,8 @@ def group_by_identity(
         global_batch_size: P * K.
         balanced: (n,) a value of each sample, such as the person in a family: an identity's samples are dealt in turn,
             one of each value, until one value has none left.
+        balanced_repeats: how often an identity with two values or more is dealt, such as a family with twins, each
+            time in another order; the others are dealt once.
 
     Raises:
         UserError: K does not divide the global batch size.
@@ -148,7 +166,14 @@ def group_by_identity(
             f"Use global_batch_size={global_batch_size // k * k or k}."
         )
     rng = _make_generator(seed, epoch)
-    groups, group_identity, group_round = _deal_groups(train_ids, identity, k, rng, balanced)
+    dealt = [_deal_groups(train_ids, identity, k, rng, balanced)]
+    if balanced is not None and balanced_repeats > 1:
+        several = _hold_several_values(identity, balanced)
+        parts = train_ids[several], identity[several], k, rng, balanced[several]
+        dealt += [_deal_groups(*parts) for _ in range(balanced_repeats - 1)]
+    groups, names = (np.concatenate(part) for part in zip(*dealt, strict=True))
+    group_identity = np.unique(names, return_inverse=True)[1]
+    group_round = _count_earlier(group_identity, np.zeros(len(names)))
     order = _spread_identities(group_identity, group_round, global_batch_size // k, rng)
     return EpochOrder(groups[order].reshape(-1), global_batch_size)
 
@@ -227,13 +252,12 @@ def _make_generator(seed: int, epoch: int) -> np.random.Generator:
 
 def _deal_groups(
     train_ids: np.ndarray, identity: np.ndarray, k: int, rng: np.random.Generator, balanced: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Deal each identity's shuffled samples into groups of k.
 
     Returns:
         ids: (G, k) int64 sample ids.
-        identity_index: (G,) the identity of each group, 0 .. number of identities - 1.
-        group_round: (G,) the index of each group among those of its identity.
+        identity: (G,) the identity of each group.
     """
     mixed = rng.permutation(len(train_ids))
     turn = np.zeros(len(mixed)) if balanced is None else _count_earlier(identity[mixed], balanced[mixed])
@@ -244,7 +268,14 @@ def _deal_groups(
     group_round = np.arange(len(identity_index)) - np.repeat(np.cumsum(group_count) - group_count, group_count)
     within = group_round[:, None] * k + np.arange(k)
     members = first[identity_index][:, None] + within % count[identity_index][:, None]
-    return train_ids[mixed[members]], identity_index, group_round
+    return train_ids[mixed[members]], names[identity_index]
+
+
+def _hold_several_values(identity: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """Return for each sample whether its identity has samples of two values or more."""
+    code = np.unique(identity, return_inverse=True)[1]
+    pairs = np.unique(np.stack([code, np.unique(value, return_inverse=True)[1]]), axis=1)
+    return np.bincount(pairs[0])[code] > 1
 
 
 def _count_earlier(identity: np.ndarray, value: np.ndarray) -> np.ndarray:
