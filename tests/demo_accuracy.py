@@ -41,7 +41,7 @@ class Demo:
 
 
 DEMOS = (
-    Demo("fingerprint_demo", "eer_all_pairs", 0.05, "20st"),
+    Demo("fingerprint_demo", "eer_all_pairs", 0.1, "20st"),
     Demo("pricing_demo", "smape", 30.0, "1ep"),
     Demo("antispoof_demo", "eer", 0.2, "1ep"),
     Demo("tinydet_demo", "ap", 0.4, "2ep", higher_is_better=True),
