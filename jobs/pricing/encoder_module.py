@@ -12,8 +12,8 @@ from trainyard.errors import UserError
 from trainyard.train.module import AdaptedWeights, DataInfo, TrainModule
 
 from .config import Config
-from .network import PriceNetwork, assign_learning_rates, get_encoder_layers
-from .weights import ARTIFACTS_BUFFER, OURS, adapt_encoder, adapt_run, read_artifacts
+from .network import PriceNetwork, TextNetwork, assign_learning_rates, get_encoder_layers
+from .weights import ARTIFACTS_BUFFER, OURS, TEXT_HEAD, adapt_encoder, adapt_run, read_artifacts
 
 
 class EncoderModule(TrainModule):
@@ -24,7 +24,7 @@ class EncoderModule(TrainModule):
 
     reads_noise = False
 
-    def __init__(self, network: PriceNetwork, config: Config, data: DataInfo) -> None:
+    def __init__(self, network: PriceNetwork | TextNetwork, config: Config, data: DataInfo) -> None:
         super().__init__()
         self.network = network
         self._rates = assign_learning_rates(network, config.rates)
@@ -46,11 +46,17 @@ class EncoderModule(TrainModule):
         ]
 
     def adapt_weights(self, tensors: Mapping[str, Tensor]) -> AdaptedWeights:
-        """Return the weights of a run of this family, or of a DeBERTa-v3 encoder alone."""
-        if any(name.startswith("network.") for name in tensors):
-            return adapt_run(tensors, read_artifacts(self.state_dict()))
+        """Return the weights of a run of this family, or of a DeBERTa-v3 encoder alone.
+
+        Of a run with the other objective, the encoder alone.
+        """
         rest = tuple(name for name in self.state_dict() if not name.startswith(OURS))
-        return replace(adapt_encoder(tensors), new=rest)
+        if not any(name.startswith("network.") for name in tensors):
+            return replace(adapt_encoder(tensors), new=rest)
+        adapted = adapt_run(tensors, read_artifacts(self.state_dict()))
+        if any(name.startswith(TEXT_HEAD) for name in rest) == any(name.startswith(TEXT_HEAD) for name in tensors):
+            return adapted
+        return replace(adapted, new=rest, unused=tuple(name for name in tensors if not name.startswith(OURS)))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the weights.

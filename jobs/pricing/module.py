@@ -15,24 +15,28 @@ from trainyard.report.score_figures import draw_text_table
 from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Score, Signature
 
 from . import losses, metrics, tokenizer
-from .config import Config
+from .config import NO_PRICES, Config
 from .encoder_module import EncoderModule
 from .features import Features
-from .network import PriceNetwork, build_encoder, build_random_encoder
+from .network import PriceNetwork, TextNetwork, build_encoder, build_random_encoder
 from .pack import FEATURES, PRICES, RIDGE, TOKENIZER
+from .pretraining import TextModule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def build(config: Config, data: DataInfo) -> "PricingModule":
+def build(config: Config, data: DataInfo) -> EncoderModule:
     """Return the model for the packed artifacts. Needs no rows: `read_artifacts` of a checkpoint is enough.
 
     Raises:
         UserError: `model.heads` does not divide `model.dims`, the head's widths and dropouts differ in number, the
-            model reads images but none are packed, or the encoder checkpoint does not fit.
+            model reads images but none are packed, the encoder checkpoint does not fit, or there are no rows, so that
+            prices are to be predicted, and the objective is text.
     """
     model = config.model
+    if config.objective == "text" and not len(data.train_ids):
+        raise UserError(NO_PRICES)
     if len(model.head_dims) != len(model.head_dropout):
         raise UserError(
             f"model.head_dims={model.head_dims} and model.head_dropout={model.head_dropout}: expected two lists of "
@@ -45,10 +49,14 @@ def build(config: Config, data: DataInfo) -> "PricingModule":
         encoder = build_encoder(Path(model.encoder), vocabulary=vocabulary, dropout=model.dropout)
     else:
         encoder = build_random_encoder(model, vocabulary=vocabulary, max_tokens=config.packing.max_tokens)
-    numbers = len(Features.from_json(data.artifacts[FEATURES]).names)
-    network = PriceNetwork(encoder, model, numbers=numbers, image_channels=config.image.channels)
-    module = PricingModule(network, config, data)
-    if model.encoder:
+    module: EncoderModule
+    if config.objective == "text":
+        module = TextModule(TextNetwork(encoder), config, data)
+    else:
+        numbers = len(Features.from_json(data.artifacts[FEATURES]).names)
+        network = PriceNetwork(encoder, model, numbers=numbers, image_channels=config.image.channels)
+        module = PricingModule(network, config, data)
+    if model.encoder and not config.start_from:
         module.start_file = (f"model.encoder={model.encoder}", model.encoder)
     return module
 
