@@ -64,6 +64,7 @@ def test_every_family_meets_the_contract(name, family, subjects):
 NETWORKS = {
     "antispoof": [["model.name=seresnet", "loss.name=am_softmax", "frontend.mean=sliding"]],
     "fingerprint": [["model.stn=true", "head.name=ce"]],
+    "pricing": [["objective=text"]],
     "tinydet": [["model.variant=cond"], ["model.variant=vanilla"], ["model.variant=fcos"]],
     "twins": [["model.stem=conv"]],
 }

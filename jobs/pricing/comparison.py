@@ -13,7 +13,7 @@ from trainyard.measure import make_header, write_new
 from trainyard.terminal import say
 from trainyard.text import quote_path
 
-from .config import Config
+from .config import NO_PRICES, Config
 
 METHODS = ("median", "geometric mean", "tfidf ridge", "tfidf ridge with numbers", "run")
 
@@ -91,10 +91,12 @@ def _read_test_smape(run: Path) -> float:
     """Return a finished run's SMAPE on its test fold."""
     from trainyard.runs.events import read_metrics
 
-    values = [line["smape"] for line in read_metrics(run) if line.get("split") == "test"]
-    if not values:
+    lines = [line for line in read_metrics(run) if line.get("split") == "test"]
+    if not lines:
         raise UserError(f"{run}: the test fold has no score yet. Finish the run: trainyard resume {quote_path(run)}")
-    return float(values[-1])
+    if "smape" not in lines[-1]:
+        raise UserError(f"{run}: {NO_PRICES}")
+    return float(lines[-1]["smape"])
 
 
 def _build_config(options: Sequence[str]) -> Config:

@@ -5,12 +5,21 @@ from dataclasses import dataclass
 from trainyard.config.settings import EvaluationSettings, PackingPace, ReportSettings, TrainConfig, option
 from trainyard.data.amounts import MARKS
 
+NO_PRICES = (
+    "A run of objective=text learned to predict tokens, not prices. Start one that learns prices from it: "
+    "trainyard run JOB data.path=FOLDER start_from=RUN"
+)
+
 
 @dataclass
 class ModelSettings:
     """DeBERTa-v3 with branches for numbers and images (`network.py`)."""
 
-    encoder: str = option("", "folder of a local DeBERTa-v3 checkpoint; empty: random weights with the sizes below")
+    encoder: str = option(
+        "",
+        "folder of a local DeBERTa-v3 checkpoint; with start_from only its sizes are used; empty: random weights with "
+        "the sizes below",
+    )
     dims: int = option(256, "hidden size of a random encoder", low=8)
     layers: int = option(4, "layers of a random encoder", low=1)
     heads: int = option(4, "attention heads of a random encoder; must divide dims", low=1)
@@ -93,6 +102,12 @@ class Config(TrainConfig):
 
     packing_pace = PackingPace(0.0001, 0.0035, 20)  # rows alone were measured; an image counts above 20 kB
 
+    objective: str = option(
+        "price",
+        "text: train the encoder alone to predict masked tokens, for a run with start_from=RUN; then loss, model.bag "
+        "and model's options of head, branches and dropped tokens decide nothing",
+        choices=("price", "text"),
+    )
     model: ModelSettings = option(ModelSettings, "network")
     rates: RateSettings = option(RateSettings, "learning rates by depth")
     loss: LossSettings = option(LossSettings, "loss")

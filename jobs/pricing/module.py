@@ -1,39 +1,42 @@
 """The pricing model with its loss and metrics."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainyard.errors import UserError
 from trainyard.report.figures import draw_figure
 from trainyard.report.score_figures import draw_text_table
-from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, Score, Signature, TrainModule
+from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Score, Signature
 
 from . import losses, metrics, tokenizer
-from .config import Config
+from .config import NO_PRICES, Config
+from .encoder_module import EncoderModule
 from .features import Features
-from .network import PriceNetwork, assign_learning_rates, build_encoder, build_random_encoder, get_encoder_layers
+from .network import PriceNetwork, TextNetwork, build_encoder, build_random_encoder
 from .pack import FEATURES, PRICES, RIDGE, TOKENIZER
-from .weights import ARTIFACTS_BUFFER, OURS, adapt_encoder, adapt_run, read_artifacts
+from .pretraining import TextModule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def build(config: Config, data: DataInfo) -> "PricingModule":
+def build(config: Config, data: DataInfo) -> EncoderModule:
     """Return the model for the packed artifacts. Needs no rows: `read_artifacts` of a checkpoint is enough.
 
     Raises:
         UserError: `model.heads` does not divide `model.dims`, the head's widths and dropouts differ in number, the
-            model reads images but none are packed, or the encoder checkpoint does not fit.
+            model reads images but none are packed, the encoder checkpoint does not fit, or there are no rows, so that
+            prices are to be predicted, and the objective is text.
     """
     model = config.model
+    if config.objective == "text" and not len(data.train_ids):
+        raise UserError(NO_PRICES)
     if len(model.head_dims) != len(model.head_dropout):
         raise UserError(
             f"model.head_dims={model.head_dims} and model.head_dropout={model.head_dropout}: expected two lists of "
@@ -46,10 +49,14 @@ def build(config: Config, data: DataInfo) -> "PricingModule":
         encoder = build_encoder(Path(model.encoder), vocabulary=vocabulary, dropout=model.dropout)
     else:
         encoder = build_random_encoder(model, vocabulary=vocabulary, max_tokens=config.packing.max_tokens)
-    numbers = len(Features.from_json(data.artifacts[FEATURES]).names)
-    network = PriceNetwork(encoder, model, numbers=numbers, image_channels=config.image.channels)
-    module = PricingModule(network, config, data)
-    if model.encoder:
+    module: EncoderModule
+    if config.objective == "text":
+        module = TextModule(TextNetwork(encoder), config, data)
+    else:
+        numbers = len(Features.from_json(data.artifacts[FEATURES]).names)
+        network = PriceNetwork(encoder, model, numbers=numbers, image_channels=config.image.channels)
+        module = PricingModule(network, config, data)
+    if model.encoder and not config.start_from:
         module.start_file = (f"model.encoder={model.encoder}", model.encoder)
     return module
 
@@ -57,20 +64,18 @@ def build(config: Config, data: DataInfo) -> "PricingModule":
 _SHOWN, _SHOWN_CHARS = 8, 70  # samples of a table, and of their texts
 
 
-class PricingModule(TrainModule):
-    """Predicts prices.
+class PricingModule(EncoderModule):
+    """Predicts prices."""
 
-    Tokenizer, features and price statistics are in a buffer, so a checkpoint is self-contained.
-    """
+    network: PriceNetwork
 
     monitor = ("smape", "min")
     baseline = ("the median of the training prices", "smape_constant")
     rivals = ("ridge",)
-    reads_noise = False
 
     def __init__(self, network: PriceNetwork, config: Config, data: DataInfo) -> None:
-        super().__init__()
-        self.network, self.loss, self.draws = network, config.loss, config.evaluation.bootstrap_draws
+        super().__init__(network, config, data)
+        self.loss, self.draws = config.loss, config.evaluation.bootstrap_draws
         self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
         self.blends = RIDGE in data.artifacts
         self.token_dropout, self.title_dropout = config.model.token_dropout, config.model.title_dropout
@@ -79,9 +84,6 @@ class PricingModule(TrainModule):
         prices: dict[str, float] = json.loads(data.artifacts[PRICES])
         self.mean, self.std, self.median = prices["mean"], prices["std"], prices["median"]
         self.low, self.high = prices["low"], prices["high"]
-        self._rates = assign_learning_rates(network, config.rates)
-        encoded = json.dumps(dict(data.artifacts), sort_keys=True).encode()
-        self.register_buffer(ARTIFACTS_BUFFER, torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return the loss on ln(price), and the batch's SMAPE, which the loss approximates."""
@@ -169,44 +171,6 @@ class PricingModule(TrainModule):
             ]
             figures[title] = draw_text_table(title, ["price", "predicted", "text"], table)
         return figures
-
-    def repeated_layers(self) -> Iterable[nn.Module]:
-        """Return the encoder's layers."""
-        return get_encoder_layers(self.network)
-
-    def parameter_groups(self, weight_decay: float) -> list[dict[str, object]]:
-        """Return two groups for each learning rate: matrices with weight decay, vectors without."""
-        groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
-        for parameter, factor in self._rates:
-            groups.setdefault((factor, parameter.ndim >= 2), []).append(parameter)
-        return [
-            {"params": members, "weight_decay": weight_decay if matrix else 0.0, "lr_scale": factor}
-            for (factor, matrix), members in sorted(groups.items(), key=lambda entry: entry[0], reverse=True)
-        ]
-
-    def adapt_weights(self, tensors: Mapping[str, Tensor]) -> AdaptedWeights:
-        """Return the weights of a run of this family, or of a DeBERTa-v3 encoder alone."""
-        if any(name.startswith("network.") for name in tensors):
-            return adapt_run(tensors, read_artifacts(self.state_dict()))
-        rest = tuple(name for name in self.state_dict() if not name.startswith(OURS))
-        return replace(adapt_encoder(tensors), new=rest)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the weights.
-
-        Raises:
-            UserError: the checkpoint has another tokenizer, other features or other price statistics.
-        """
-        own = cast(Tensor, getattr(self, ARTIFACTS_BUFFER))
-        loaded = state_dict.get(ARTIFACTS_BUFFER)
-        if loaded is not None and not torch.equal(loaded.cpu(), own.cpu()):
-            expected, stored = read_artifacts({ARTIFACTS_BUFFER: own}), read_artifacts({ARTIFACTS_BUFFER: loaded})
-            differ = ", ".join(name for name in sorted(expected) if expected[name] != stored.get(name))
-            raise UserError(
-                f"The checkpoint was trained with another {differ or 'state'} than the one this data was packed with, "
-                "so its weights do not fit. Use the data it was trained on, or train on this data from scratch."
-            )
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _predict_log_price(self, batch: Batch) -> Tensor:
         """Return (B,) float32 ln(price)."""

@@ -1,4 +1,4 @@
-"""The price network: DeBERTa-v3 for the text, branches for the numbers and the image, and a head on top."""
+"""The networks: DeBERTa-v3 for the text; for prices, branches for numbers and images and a head; a head for tokens."""
 
 import itertools
 import json
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import DebertaV2Config, DebertaV2Model
 
 from trainyard.errors import UserError
@@ -58,13 +59,34 @@ class PriceNetwork(nn.Module):
             return standard_B1.squeeze(1)
 
     def _encode_text(self, token_BL: Tensor, count_B: Tensor) -> Tensor:
-        mask_BL = torch.arange(token_BL.shape[1], device=token_BL.device) < count_B[:, None]
+        mask_BL = _mask_padding(token_BL, count_B)
         states = self.encoder(input_ids=token_BL, attention_mask=mask_BL.long(), output_hidden_states=True)
         last_BLD = states.last_hidden_state
         pooled = [last_BLD[:, 0], _mean_pool(last_BLD, mask_BL)]
         if self.bag:
             pooled.append(_mean_pool(states.hidden_states[0], mask_BL))
         return torch.cat(pooled, dim=1)
+
+
+class TextNetwork(nn.Module):
+    """Predicts masked tokens, with BERT's head, whose output weights are the word embeddings.
+
+    Devlin et al. 2019, arXiv:1810.04805, and the authors' code. Axes: B samples, L tokens, K places, V pieces.
+    """
+
+    def __init__(self, encoder: DebertaV2Model) -> None:
+        super().__init__()
+        self.encoder = encoder
+        pieces, dims = get_word_embeddings(encoder).shape
+        self.token_head = nn.Sequential(nn.Linear(encoder.config.hidden_size, dims), nn.GELU(), nn.LayerNorm(dims))
+        self.token_bias = nn.Parameter(torch.zeros(pieces))
+
+    def forward(self, token_BL: Tensor, count_B: Tensor, place_BK: Tensor) -> Tensor:
+        """Return the logits (B, K, V) at the places `place_BK` (int64) of each text."""
+        mask_BL = _mask_padding(token_BL, count_B)
+        last_BLD = self.encoder(input_ids=token_BL, attention_mask=mask_BL.long()).last_hidden_state
+        state_BKD = last_BLD.gather(1, place_BK.unsqueeze(2).expand(-1, -1, last_BLD.shape[2]))
+        return functional.linear(self.token_head(state_BKD), get_word_embeddings(self.encoder), self.token_bias)
 
 
 class ImageBranch(nn.Module):
@@ -155,7 +177,13 @@ def build_encoder(folder: Path, *, vocabulary: int, dropout: float) -> DebertaV2
     return replace_attention(DebertaV2Model(DebertaV2Config.from_dict(settings)))
 
 
-def assign_learning_rates(network: PriceNetwork, rates: RateSettings) -> list[tuple[nn.Parameter, float]]:
+def get_word_embeddings(encoder: DebertaV2Model) -> Tensor:
+    """Return the word embeddings (V, D)."""
+    embeddings: nn.Embedding = encoder.get_input_embeddings()  # type: ignore[no-untyped-call]
+    return embeddings.weight
+
+
+def assign_learning_rates(network: PriceNetwork | TextNetwork, rates: RateSettings) -> list[tuple[nn.Parameter, float]]:
     """Return every trainable parameter with its learning rate factor; freeze the word embeddings if told to.
 
     The factor is 1 for the head and the branches, `encoder` for the encoder's last layer, and that times `layer_decay`
@@ -169,8 +197,7 @@ def assign_learning_rates(network: PriceNetwork, rates: RateSettings) -> list[tu
     for depth, layer in enumerate(layers):
         factor |= {id(p): encoder * decay ** (len(layers) - 1 - depth) for p in layer.parameters()}
     if rates.freeze_embeddings:
-        embeddings: nn.Embedding = network.encoder.get_input_embeddings()  # type: ignore[no-untyped-call]
-        embeddings.weight.requires_grad_(False)
+        get_word_embeddings(network.encoder).requires_grad_(False)
     return [(p, factor[id(p)]) for p in network.parameters() if p.requires_grad]
 
 
@@ -186,12 +213,17 @@ def _build_head(inputs: int, dims: Sequence[int], dropout: Sequence[float]) -> n
     return nn.Sequential(*layers, last)
 
 
+def _mask_padding(token_BL: Tensor, count_B: Tensor) -> Tensor:
+    """Return (B, L) bool, true at the tokens and false at the padding."""
+    return torch.arange(token_BL.shape[1], device=token_BL.device) < count_B[:, None]
+
+
 def _mean_pool(x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
     """Return (B, D) float32, the mean over the tokens where the mask is true."""
     weight_BL1 = mask_BL.unsqueeze(2).float()
     return (x_BLD.float() * weight_BL1).sum(dim=1) / weight_BL1.sum(dim=1).clamp_min(1)
 
 
-def get_encoder_layers(network: PriceNetwork) -> Iterable[nn.Module]:
+def get_encoder_layers(network: PriceNetwork | TextNetwork) -> Iterable[nn.Module]:
     """Return the encoder's layers, whose activations take most of the memory."""
     return network.encoder.encoder.layer

@@ -15,6 +15,7 @@ PREFIX, OURS = "deberta.", "network.encoder."
 HINT = "Expected a DeBERTa-v3 checkpoint with the names of transformers, and the sizes of its config.json."
 
 ARTIFACTS_BUFFER = "artefact"  # the name in checkpoints
+TEXT_HEAD = "network.token_"  # begins names that only a run of objective=text has
 
 
 def adapt_encoder(tensors: Mapping[str, Tensor]) -> AdaptedWeights:
