@@ -65,7 +65,7 @@ NETWORKS = {
     "antispoof": [["model.name=seresnet", "loss.name=am_softmax", "frontend.mean=sliding"]],
     "fingerprint": [["model.stn=true", "head.name=ce"]],
     "tinydet": [["model.variant=cond"], ["model.variant=vanilla"], ["model.variant=fcos"]],
-    "twins": [["model.stem=conv"]],
+    "twins": [["model.stem=conv"], ["objective=image"]],
 }
 """Options with which a family computes with other operators than its smoke preset does."""
 
