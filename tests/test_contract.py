@@ -66,7 +66,7 @@ NETWORKS = {
     "fingerprint": [["model.stn=true", "head.name=ce"]],
     "pricing": [["objective=text"]],
     "tinydet": [["model.variant=cond"], ["model.variant=vanilla"], ["model.variant=fcos"]],
-    "twins": [["model.stem=conv"]],
+    "twins": [["model.stem=conv"], ["objective=image"]],
 }
 """Options with which a family computes with other operators than its smoke preset does."""
 

@@ -2,7 +2,8 @@
 
 `python -m tests.train_grid JOB [OPTION=VALUE ...] --vary 'OPTION=VALUE|VALUE' --work FOLDER --results benchmarks`
 writes `grid-JOB-DATE.jsonl`: a line for each run, with every metric of its test set and of its baselines, or of its
-validation set if it has no test set. Several options that are varied make all combinations.
+validation set if it has no test set. Several options that are varied make all combinations. In a value, `{data.path}`
+is the value of that option, such as in the name of a run to start from.
 """
 
 import argparse
@@ -60,7 +61,8 @@ def main() -> None:
     lines = []
     for chosen in itertools.product(*(values for _, values in varied)):
         options = {name: value for (name, _), value in zip(varied, chosen, strict=True)}
-        words = [f"{name}={value}" for name, value in options.items()]
+        path = options.get("data.path", "")
+        words = [f"{name}={value}".replace("{data.path}", path) for name, value in options.items()]
         run = train(
             args.job, [*args.options, *words], "-".join("".join(filter(str.isalnum, word)) for word in words), args.work
         )

@@ -90,6 +90,12 @@ class Config(TrainConfig):
 
     packing_pace = PackingPace(0.0075, 0.0003, 3.6)
 
+    objective: str = option(
+        "identity",
+        "what training learns: who a face is, or without labels to fill in masked squares of it, for a run that starts "
+        "from this one (start_from); then head, evaluation, model.glca, local_share and pwca decide nothing",
+        choices=("identity", "image"),
+    )
     model: ModelSettings = option(ModelSettings, "network")
     head: HeadSettings = option(HeadSettings, "losses")
     packing: PackingSettings = option(PackingSettings, "raw files to records, families to sets")
@@ -97,6 +103,8 @@ class Config(TrainConfig):
 
     def explain_batch_dependence(self) -> str:
         """Return why results depend on the micro-batch; "" if they do not."""
+        if self.objective == "image" and self.model.stem == "patch":
+            return ""
         return "pairs and batch statistics are computed within a micro-batch"
 
     def explain_varying_inputs(self) -> str:

@@ -18,14 +18,16 @@ from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, Sample
 from . import protocol
 from .config import Config
 from .network import DualCrossAttention, draw_random_partners, draw_twin_partners
+from .pretraining import ImageModule
 from .weights import adapt_weights
 
 
-def build(config: Config, data: DataInfo) -> "TwinsModule":
-    """Build the model for the people in the training set.
+def build(config: Config, data: DataInfo) -> TrainModule:
+    """Build the model for the people in the training set, or with `objective=image` for their faces alone.
 
     Raises:
-        UserError: the patch does not divide the image, the heads do not divide the dims, or the weights do not fit.
+        UserError: the patch does not divide the image, the heads do not divide the dims, or a model without embeddings
+            is to embed.
     """
     model, image = config.model, config.image
     if image.height_px % model.patch_px or image.width_px % model.patch_px:
@@ -39,14 +41,24 @@ def build(config: Config, data: DataInfo) -> "TwinsModule":
         raise UserError(f"model.pwca_layers={model.pwca_layers}: expected 0 .. model.layers={model.layers}.")
     if model.stem == "conv" and model.patch_px & (model.patch_px - 1):
         raise UserError(f"model.patch_px={model.patch_px}: expected a power of 2 for model.stem=conv, such as 8 or 16.")
-    if model.stem == "patch" and not (model.weights or config.start_from) and len(data.train_ids):
-        logger.warning(
-            "the network begins with random weights, and optimizer.lr={:g} is meant for a pretrained ViT: on few faces "
-            "it may learn nothing. Name weights (model.weights=FILE, start_from=RUN), or take model.stem=conv",
-            config.optimizer.lr,
-        )
-    network = DualCrossAttention(model, image_px=(image.height_px, image.width_px), channels=image.channels)
-    module = TwinsModule(network, config, data)
+    module: TrainModule
+    image_px = (image.height_px, image.width_px)
+    if config.objective == "image":
+        if not data.columns:
+            raise UserError(
+                "This run learned to fill in masked faces (objective=image), so it has no embeddings. Start a run that "
+                f"learns them from it: trainyard run {config.job} data.path=FOLDER start_from=RUN"
+            )
+        module = ImageModule(model, image_px=image_px, channels=image.channels)
+    else:
+        if model.stem == "patch" and not (model.weights or config.start_from) and len(data.train_ids):
+            logger.warning(
+                "the network begins with random weights, and optimizer.lr={:g} is meant for a pretrained ViT: on few "
+                "faces it may learn nothing. Name weights (model.weights=FILE, start_from=RUN), or take "
+                "model.stem=conv",
+                config.optimizer.lr,
+            )
+        module = TwinsModule(DualCrossAttention(model, image_px=image_px, channels=image.channels), config, data)
     if model.weights:
         module.start_file = (f"model.weights={model.weights}", model.weights)
     return module

@@ -61,8 +61,7 @@ class DualCrossAttention(nn.Module):
         Args:
             partner_B: the row of each image's distractor; None skips the pair-wise path.
         """
-        x_BND = self.patch_embed(image_BCHW)
-        x_BND = torch.cat([self.cls_token.expand(x_BND.shape[0], -1, -1), x_BND], dim=1) + self.pos_embed
+        x_BND = self._embed(image_BCHW)
         fork = len(self.blocks) - (self.pwca_layers if partner_B is not None else 0)
         paired_BND: Tensor | None = None
         queries_keys: list[tuple[Tensor, Tensor]] = []
@@ -80,6 +79,18 @@ class DualCrossAttention(nn.Module):
             local_BD = self.glca(x_BND, local_ids_BR)
         pwca_BD = None if paired_BND is None else self.norm(paired_BND)[:, 0]
         return BranchTokens(sa_BD, local_BD, pwca_BD)
+
+    def encode_patches(self, image_BCHW: Tensor) -> Tensor:
+        """Return the patches after the self-attention blocks, (B, N - 1, D): what `objective=image` predicts from."""
+        x_BND = self._embed(image_BCHW)
+        for block in self.blocks:
+            x_BND = block(x_BND)[0]
+        patches_BND: Tensor = self.norm(x_BND)[:, 1:]
+        return patches_BND
+
+    def _embed(self, image_BCHW: Tensor) -> Tensor:
+        x_BND = self.patch_embed(image_BCHW)
+        return torch.cat([self.cls_token.expand(x_BND.shape[0], -1, -1), x_BND], dim=1) + self.pos_embed
 
 
 class PatchEmbed(nn.Module):

@@ -15,7 +15,7 @@ from .network import DualCrossAttention
 
 PREFIXES = ("model.", "backbone.", "encoder.", "vit.", "deit.")
 UNUSED = ("head.*", "head_dist.*", "fc_norm.*", "pre_logits.*", "pooler.*")
-HINT = "Set model.dims, model.layers, model.patch_px, image.channels and model.stem=patch to match the file."
+HINT = "Set model.dims, model.layers, model.patch_px, image.channels and model.stem to match the file."
 
 OTHERS = {
     "dist_token": "a distilled DeiT, whose distillation token this network does not have",

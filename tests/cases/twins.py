@@ -94,7 +94,9 @@ def make_data(*, family_counts: dict[str, int] | None = None, per_person: int = 
 
 def make_module(config: Config | None = None, data: DataInfo | None = None) -> TwinsModule:
     torch.manual_seed(0)
-    return build(config or make_config(), data or make_data())
+    module = build(config or make_config(), data or make_data())
+    assert isinstance(module, TwinsModule)
+    return module
 
 
 def make_batch(data: DataInfo, ids: np.ndarray) -> dict[str, torch.Tensor]:
