@@ -1,0 +1,1 @@
+"""Detectors of other libraries on tinydet's data, batches, augmentation and metrics."""
