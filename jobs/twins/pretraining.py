@@ -22,7 +22,7 @@ MASKED_SHARE = 0.6
 SQUARES = 6
 """Squares along the shorter side: the paper masks 60 % of squares of 32 px in images of 192 px."""
 
-_FIXED_MASKS = 64
+_FIXED_MASKS = 64  # of evaluation, in turns by sample id
 
 
 class ImageModule(TrainModule):
