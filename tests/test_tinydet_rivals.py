@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families.tinydet_rivals.module import build
+from rivals.tinydet_rivals.module import build
 
 from jobs.tinydet.geometry import iou
 from tests.cases.tinydet import ARTIFACTS
@@ -13,7 +13,7 @@ from trainyard.config.compose import compose, list_options
 from trainyard.train.module import Batch, DataInfo
 
 ROOT = Path(__file__).resolve().parents[1]
-FAMILIES = ROOT / "tests" / "families"
+RIVALS = ROOT / "tests" / "rivals"
 
 
 def make_batch() -> Batch:
@@ -29,7 +29,7 @@ def make_batch() -> Batch:
 
 
 def test_the_rivals_train_as_tinydet_kit_does():
-    ours, theirs = (compose(job, [], jobs) for job, jobs in (("tinydet_kit", ROOT / "jobs"), ("rivals_kit", FAMILIES)))
+    ours, theirs = (compose(job, [], jobs) for job, jobs in (("tinydet_kit", ROOT / "jobs"), ("rivals_kit", RIVALS)))
     options = {option.name: option.value for option in list_options(ours)}
     different = {option.name for option in list_options(theirs) if options.get(option.name, "none") != option.value}
     assert different == {"job", "family", "rival"}
@@ -48,7 +48,7 @@ def test_a_rival_finds_what_it_was_trained_on(rival: str, backbone: str, steps: 
     words = [f"rival={rival}", f"model.backbone={backbone}", "model.queries=10", "model.decoder_layers=2"]
     size = ["image.height_px=64", "image.width_px=64", "photometric.colour_p=0", "photometric.paste_p=0"]
     torch.manual_seed(0)
-    module = build(compose("rivals_kit", [*words, *size], FAMILIES), DataInfo({}, {}, np.arange(2), ARTIFACTS))
+    module = build(compose("rivals_kit", [*words, *size], RIVALS), DataInfo({}, {}, np.arange(2), ARTIFACTS))
     batch, losses = make_batch(), []
     optimizer = torch.optim.AdamW(module.parameter_groups(1e-4), lr=1e-3)
     for _ in range(steps):

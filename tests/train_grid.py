@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("job")
     parser.add_argument("options", nargs="*", metavar="OPTION=VALUE")
     parser.add_argument("--vary", action="append", default=[], metavar="OPTION=VALUE|VALUE")
-    parser.add_argument("--jobs", type=Path, default=ROOT / "jobs", help="folder of families")
+    parser.add_argument("--jobs", type=Path, default=Path("jobs"), help="folder of families in this checkout")
     parser.add_argument("--show", default="", help="the metric to print")
     parser.add_argument("--work", type=Path, required=True, help="folder for packed data and runs; kept")
     parser.add_argument("--results", type=Path, required=True)
@@ -74,7 +74,7 @@ def main() -> None:
         words = [f"{name}={value}".replace("{data.path}", path) for name, value in options.items()]
         name = "-".join("".join(filter(str.isalnum, word)) for word in words)
         before = measure_cpu_s()
-        found = read_result(train(args.job, [*args.options, *words], name, args.work, args.jobs))
+        found = read_result(train(args.job, [*args.options, *words], name, args.work, ROOT / args.jobs))
         cpu_s = measure_cpu_s() - before
         lines.append({"kind": "run", "job": args.job, **options, **found, "cpu_s": cpu_s})
         others = {name: scores.get(args.show) for name, scores in found["baselines"].items()}

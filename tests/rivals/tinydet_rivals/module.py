@@ -7,7 +7,7 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
-from families.tinydet_rivals.config import Config
+from rivals.tinydet_rivals.config import Config
 from torch import Tensor, nn
 from torchvision.models.detection import FasterRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator

@@ -1,0 +1,1 @@
+"""Detectors of other libraries, to measure tinydet against: a folder of families for --jobs."""
