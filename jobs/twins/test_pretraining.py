@@ -8,10 +8,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.cases.twins import make_batch, make_config, make_data, make_module
-from tests.training import new_run, read_run_metrics, train
+from tests.training import find_differences, load_state, new_run, read_run_metrics, start, train, wait_for_lines
 from trainyard.cli import main
 from trainyard.runs.folder import read_env
-from trainyard.tools.exact_runs import compare_runs
 from trainyard.train.warm_start import load_weights
 
 from .config import Config
@@ -118,10 +117,16 @@ def test_only_the_backbone_of_self_attention_trains_and_all_of_it() -> None:
 def test_a_run_without_labels_resumes_bitwise_and_starts_one_with_labels_and_says_that_it_embeds_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cache = f"data.cache={tmp_path / 'cache'}"
-    compare_runs("twins_smoke", ["objective=image", cache], JOBS, tmp_path / "exact")
-    run = new_run(tmp_path, "objective=image", "max_duration=4st", cache, job="twins_smoke", jobs=JOBS)
+    options = ["objective=image", "log_every=1st", "max_duration=6st"]
+    run, stopped = (new_run(tmp_path, *options, job="twins_smoke", jobs=JOBS) for _ in range(2))
     assert train(run, jobs=JOBS) == 0
+    process = start(stopped, jobs=JOBS)
+    wait_for_lines(stopped, 2, process)
+    process.terminate()
+    process.join(240)
+    assert process.exitcode == 85, "expected it to stop in the middle"
+    assert train(stopped, jobs=JOBS) == 0
+    assert find_differences(load_state(run), load_state(stopped)) == []
     assert [set(line) & {"loss", "auc_twin"} for line in read_run_metrics(run) if "split" in line][-1] == {"loss"}
     raw = next((tmp_path / "cache").glob("twins-synthetic-*"))
     one, other = sorted(raw.rglob("*.jpg"))[:2]
@@ -138,6 +143,6 @@ def test_a_run_without_labels_resumes_bitwise_and_starts_one_with_labels_and_say
     weights = tmp_path / "a.safetensors"
     assert main(["export", str(run), str(weights), "--jobs", str(JOBS)]) == 0 and "head.weight" in load_file(weights)
     for option in (f"start_from={run}", f"model.weights={weights}"):
-        labelled = new_run(tmp_path, "max_duration=1st", option, cache, job="twins_smoke", jobs=JOBS)
+        labelled = new_run(tmp_path, "max_duration=1st", option, job="twins_smoke", jobs=JOBS)
         assert train(labelled, jobs=JOBS) == 0
         assert not [name for name in read_env(labelled)["choices"]["start_from"]["new"] if name.startswith("network.")]

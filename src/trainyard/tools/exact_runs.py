@@ -43,7 +43,8 @@ def compare_runs(
 ) -> dict[str, Any]:
     """Train a preset twice without a break, and once stopped and resumed; compare all that they saved.
 
-    Every run, and the resume, is a separate process. This one computes nothing, so that it may fork them.
+    Every run, and the resume, is a separate process. Call this in a process that has computed nothing: it forks them,
+    and torch's threads of computing do not survive a fork, so that a run would wait for them forever.
 
     Args:
         scratch: a folder without runs of this preset.
