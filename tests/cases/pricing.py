@@ -66,6 +66,7 @@ def make_module(data: ShardSet, config: Config | None = None) -> PricingModule:
     config = config or make_config()
     train_ids = splits(data.columns, data.vocabulary, config)["train"]
     module = build(config, DataInfo.from_shards(data, train_ids))
+    assert isinstance(module, PricingModule)
     disable_dropout(module)
     return module
 
