@@ -76,6 +76,20 @@ def wait_for_lines(run: Path, count: int, process: Any) -> None:
         time.sleep(0.002)
 
 
+def train_whole_and_stopped(root: Path, *options: str, job: str, jobs: Path) -> tuple[Path, Path]:
+    """Train a run of six steps without a break, and another that is stopped in the middle and resumed."""
+    six = ("log_every=1st", "max_duration=6st", *options)
+    whole, stopped = (new_run(root, *six, job=job, jobs=jobs) for _ in range(2))
+    assert train(whole, jobs=jobs) == 0
+    process = start(stopped, jobs=jobs)
+    wait_for_lines(stopped, 2, process)
+    process.terminate()
+    process.join(240)
+    assert process.exitcode == 85, "expected it to stop in the middle"
+    assert train(stopped, jobs=jobs) == 0
+    return whole, stopped
+
+
 def load_state(run: Path) -> dict[str, Any]:
     """Return the newest checkpoint as a flat mapping."""
     found = checkpoint.load_newest_valid(run / "checkpoints")

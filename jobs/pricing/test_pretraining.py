@@ -1,7 +1,5 @@
 """Masked tokens: what is masked, what the loss depends on, and a run of prices that starts from a run of text."""
 
-import os
-import signal
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 from tests.cases.pricing import disable_dropout, make_batch, make_config, make_module
-from tests.training import find_differences, load_state, new_run, start, train, wait_for_lines
+from tests.training import find_differences, load_state, new_run, train, train_whole_and_stopped
 from trainyard.cli import main
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
@@ -95,15 +93,7 @@ def test_with_start_from_only_the_sizes_of_a_pretrained_encoder_count(data: Shar
 def test_a_text_run_resumes_bitwise_predicts_no_prices_and_a_price_run_starts_from_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["objective=text", "log_every=1st", "max_duration=6st"]
-    whole, stopped = (new_run(tmp_path, *options, job="pricing_smoke", jobs=JOBS) for _ in range(2))
-    assert train(whole, jobs=JOBS) == 0
-    process = start(stopped, jobs=JOBS)
-    wait_for_lines(stopped, 2, process)
-    os.kill(process.pid or 0, signal.SIGTERM)
-    process.join(240)
-    assert process.exitcode == 85, "expected it to stop in the middle"
-    assert train(stopped, jobs=JOBS) == 0
+    whole, stopped = train_whole_and_stopped(tmp_path, "objective=text", job="pricing_smoke", jobs=JOBS)
     assert find_differences(load_state(whole), load_state(stopped)) == []
     raw = str(next(tmp_path.glob("cache/pricing-synthetic-*")))
     for command in (

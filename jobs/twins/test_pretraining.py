@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.cases.twins import make_batch, make_config, make_data, make_module
-from tests.training import find_differences, load_state, new_run, read_run_metrics, start, train, wait_for_lines
+from tests.training import find_differences, load_state, new_run, read_run_metrics, train, train_whole_and_stopped
 from trainyard.cli import main
 from trainyard.runs.folder import read_env
 from trainyard.train.warm_start import load_weights
@@ -117,15 +117,7 @@ def test_only_the_backbone_of_self_attention_trains_and_all_of_it() -> None:
 def test_a_run_without_labels_resumes_bitwise_and_starts_one_with_labels_and_says_that_it_embeds_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["objective=image", "log_every=1st", "max_duration=6st"]
-    run, stopped = (new_run(tmp_path, *options, job="twins_smoke", jobs=JOBS) for _ in range(2))
-    assert train(run, jobs=JOBS) == 0
-    process = start(stopped, jobs=JOBS)
-    wait_for_lines(stopped, 2, process)
-    process.terminate()
-    process.join(240)
-    assert process.exitcode == 85, "expected it to stop in the middle"
-    assert train(stopped, jobs=JOBS) == 0
+    run, stopped = train_whole_and_stopped(tmp_path, "objective=image", job="twins_smoke", jobs=JOBS)
     assert find_differences(load_state(run), load_state(stopped)) == []
     assert [set(line) & {"loss", "auc_twin"} for line in read_run_metrics(run) if "split" in line][-1] == {"loss"}
     raw = next((tmp_path / "cache").glob("twins-synthetic-*"))
