@@ -1,4 +1,4 @@
-"""Augmentation of waveforms and maps on the device: random starts, RawBoost-like noise, codecs, SpecAugment.
+"""Augmentation of waveforms and maps on the device: random starts, rooms, RawBoost-like noise, codecs, SpecAugment.
 
 All randomness comes from `noise`, (B, 32) uniform in [0, 1), which the loader draws per (seed, epoch, sample): a
 sample is augmented in the same way whatever the batch, the rank or the restart. Longer rows of random numbers are
@@ -19,14 +19,14 @@ class Slot(IntEnum):
     """Columns of `noise`, by what they decide."""
 
     RAWBOOST, CODEC, CODEC_KIND, CODEC_CUT, MASK_BINS, MASK_FRAMES, BINS, BINS_AT, FRAMES, FRAMES_AT = range(10)
-    IMPULSES, SNR, START = 10, 11, 12
+    IMPULSES, SNR, START, REVERB, DECAY, DIRECT = range(10, 16)
     SEED_HIGH, SEED_LOW = 30, 31
 
 
 class Stream(IntEnum):
     """Streams of hashed random numbers, by what they are for."""
 
-    FILTERS, COLOUR, IMPULSE_AT, IMPULSE_A, IMPULSE_B, NORMAL_A, NORMAL_B, GAINS = range(8)
+    FILTERS, COLOUR, IMPULSE_AT, IMPULSE_A, IMPULSE_B, NORMAL_A, NORMAL_B, GAINS, ECHO_A, ECHO_B = range(10)
 
 
 def roll(wave_BN: Tensor, noise_BK: Tensor) -> Tensor:
@@ -37,6 +37,25 @@ def roll(wave_BN: Tensor, noise_BK: Tensor) -> Tensor:
     count = wave_BN.shape[1]
     start_B1 = (noise_BK[:, Slot.START, None] * count).long().clamp(max=count - 1)
     return wave_BN.gather(1, (torch.arange(count, device=wave_BN.device) + start_B1) % count)
+
+
+def apply_reverb(wave_BN: Tensor, noise_BK: Tensor, *, chance: float, rate_hz: int) -> Tensor:
+    """Play a share of the waveforms in a drawn room, and scale each to the energy that it had.
+
+    The impulse response is the direct sound and Gaussian noise that decays by 60 dB in T60 (Polack, thesis,
+    Université du Maine, 1988). T60 is 0.1 to 0.8 s; the direct sound has 0 to 20 dB more energy than the echoes.
+    """
+    count, length = wave_BN.shape[1], round(0.8 * rate_hz)
+    decay_s = 0.1 + 0.7 * noise_BK[:, Slot.DECAY, None]
+    time_s = torch.arange(1, length + 1, device=wave_BN.device) / rate_hz
+    echo_BN = _draw_normals(noise_BK, length, Stream.ECHO_A, Stream.ECHO_B) * 10 ** (-3 * time_s / decay_s)
+    echo_BN = echo_BN / _norm(echo_BN) * 10 ** (-noise_BK[:, Slot.DIRECT, None])
+    response_BN = torch.cat([torch.ones_like(echo_BN[:, :1]), echo_BN], dim=1)
+    padded = count + length  # a transform of this length wraps no echo around
+    spectrum = torch.fft.rfft(wave_BN, n=padded) * torch.fft.rfft(response_BN, n=padded)
+    played = torch.fft.irfft(spectrum, n=padded)[:, :count]
+    played = _limit_peak(played * _norm(wave_BN) / _norm(played).clamp(min=1e-9))
+    return torch.where(noise_BK[:, Slot.REVERB, None] < chance, played, wave_BN)
 
 
 def apply_rawboost(wave_BN: Tensor, noise_BK: Tensor, *, chance: float, kind: str, rate_hz: int) -> Tensor:
@@ -122,9 +141,9 @@ def _wrap_int64(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-def _draw_normals(noise_BK: Tensor, count: int) -> Tensor:
-    radius = (-2 * torch.log1p(-draw_uniforms(noise_BK, Stream.NORMAL_A, count))).sqrt()
-    return radius * torch.cos(2 * math.pi * draw_uniforms(noise_BK, Stream.NORMAL_B, count))
+def _draw_normals(noise_BK: Tensor, count: int, a: Stream, b: Stream) -> Tensor:
+    radius = (-2 * torch.log1p(-draw_uniforms(noise_BK, a, count))).sqrt()
+    return radius * torch.cos(2 * math.pi * draw_uniforms(noise_BK, b, count))
 
 
 def _add_convolutive_noise(wave_BN: Tensor, noise_BK: Tensor, rate_hz: int) -> Tensor:
@@ -166,7 +185,8 @@ def _add_impulses(wave_BN: Tensor, noise_BK: Tensor) -> Tensor:
 def _add_stationary_noise(wave_BN: Tensor, noise_BK: Tensor, rate_hz: int) -> Tensor:
     count = wave_BN.shape[1]
     (response,) = _draw_stop_bands(noise_BK, Stream.COLOUR, 1, count, rate_hz)
-    coloured = torch.fft.irfft(torch.fft.rfft(_draw_normals(noise_BK, count)) * response, n=count)
+    white = _draw_normals(noise_BK, count, Stream.NORMAL_A, Stream.NORMAL_B)
+    coloured = torch.fft.irfft(torch.fft.rfft(white) * response, n=count)
     ratio_db = 10 + 30 * noise_BK[:, Slot.SNR, None]
     level = _norm(wave_BN) / _norm(coloured).clamp(min=1e-9) / 10 ** (ratio_db / 20)
     noisy: Tensor = wave_BN + coloured * level

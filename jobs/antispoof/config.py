@@ -63,6 +63,7 @@ class DisturbSettings:
     """Augmentation of training utterances on the device (`augment.py`)."""
 
     roll: bool = option(False, "rotate each utterance to start at a random sample")
+    reverb: float = option(0.0, "share of utterances with the reverberation of a drawn room", low=0, high=1)
     rawboost: float = option(0.0, "share of utterances with RawBoost-like noise", low=0, high=1)
     rawboost_kind: str = option(
         "series",

@@ -218,6 +218,8 @@ class AntispoofModule(TrainModule):
                 return self.frontend(wave_BN)  # type: ignore[no-any-return]
             if rule.roll:
                 wave_BN = augment.roll(wave_BN, batch["noise"])
+            if rule.reverb:
+                wave_BN = augment.apply_reverb(wave_BN, batch["noise"], chance=rule.reverb, rate_hz=rate_hz)
             if rule.rawboost:
                 wave_BN = augment.apply_rawboost(
                     wave_BN, batch["noise"], chance=rule.rawboost, kind=rule.rawboost_kind, rate_hz=rate_hz

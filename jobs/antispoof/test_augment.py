@@ -36,12 +36,32 @@ def test_a_rolled_utterance_starts_elsewhere_and_has_the_same_samples() -> None:
 def test_chance_is_the_share_of_utterances_changed_and_zero_changes_none() -> None:
     wave, u = make_noise(400, 800), make_row_noise(400)
     for change in (
+        partial(augment.apply_reverb, wave, u, rate_hz=8000),
         partial(augment.apply_rawboost, wave, u, kind="series", rate_hz=8000),
         partial(augment.apply_codec, wave, u, rate_hz=8000),
     ):
         assert torch.equal(change(chance=0.0), wave)
         share = float((change(chance=0.3) != wave).any(dim=1).float().mean())
         assert share == pytest.approx(0.3, abs=0.07)  # three standard deviations of 400 draws
+
+
+def test_a_room_adds_echoes_of_the_drawn_energy_that_decay_by_60_db_in_the_drawn_time() -> None:
+    click, u = torch.zeros(200, 8000), make_row_noise(200)
+    click[:, 0], u[:, augment.Slot.DECAY] = 0.5, 3 / 7  # T60 of 0.4 s
+    played = augment.apply_reverb(click, u, chance=1, rate_hz=8000)
+    torch.testing.assert_close(played.square().sum(dim=1), torch.full((200,), 0.25))
+    echo = played[:, 1:] / played[:, :1]
+    torch.testing.assert_close(echo.square().sum(dim=1).log10(), -2 * u[:, augment.Slot.DIRECT], rtol=0, atol=0.01)
+    early, late = (float(echo[:, at : at + 400].square().mean()) for at in (0, 1600))
+    assert 10 * math.log10(early / late) == pytest.approx(30, abs=0.5)  # half of T60 later
+
+
+def test_the_echoes_of_an_utterance_do_not_reach_back_to_its_start() -> None:
+    late, u = torch.zeros(3, 8000), make_row_noise(3)
+    late[:, 4000] = 0.5
+    played = augment.apply_reverb(late, u, chance=1, rate_hz=8000)
+    assert float(played[:, :4000].abs().max()) < 1e-6 < 1e-3 < float(played[:, 4001:].abs().max())
+    torch.testing.assert_close(augment.apply_reverb(late[1:2], u[1:2], chance=1, rate_hz=8000), played[1:2])
 
 
 def test_stationary_noise_has_the_drawn_signal_to_noise_ratio() -> None:

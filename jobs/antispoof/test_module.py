@@ -28,7 +28,7 @@ def test_maps_are_computed_in_float32_whatever_the_precision() -> None:
 
 
 def test_evaluation_is_deterministic_and_needs_no_label() -> None:
-    module = make_module(disturb={"rawboost": 1.0, "codec": 1.0, "mask": 1.0})
+    module = make_module(disturb={"reverb": 1.0, "rawboost": 1.0, "codec": 1.0, "mask": 1.0})
     inputs = make_batch(4)
     changed, plain = module.train().compute_maps(inputs), module.eval().compute_maps(inputs)
     assert not torch.allclose(changed, plain, atol=1e-2)
