@@ -14,7 +14,7 @@ from trainyard.train.module import Batch, SampleSource
 from . import frontends
 
 ComputeFeatures = Callable[[Batch], Tensor]
-"""A batch to `pool` of feature maps, (B, 2 F), as the network gets them in evaluation."""
+"""A batch to `pool` of spectra, (B, 2 F)."""
 
 
 class PooledLogistic(nn.Module):
@@ -45,7 +45,7 @@ class PooledLogistic(nn.Module):
 def score_trials(compute: ComputeFeatures, training: SampleSource, evaluated: SampleSource) -> np.ndarray:
     """Return the log-odds of bona fide speech of each evaluated utterance, (n,) float64.
 
-    Costs the front end on both sets.
+    Costs spectra of both sets.
     """
     fitted = fit_logistic(pool_features(compute, training), training.data.columns["label"][training.ids])
     scores: np.ndarray = pool_features(compute, evaluated) @ np.array(fitted["weights"]) + fitted["bias"]

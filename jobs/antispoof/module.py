@@ -189,11 +189,7 @@ class AntispoofModule(TrainModule):
         super().__init__()
         self.frontend, self.network, self.decision, self.pooled = frontend, network, decision, pooled
         self.config, self.trials = config, trials
-        self.spectra = (  # what figures show and the baseline pools
-            frontends.build_spectra(rate_hz=config.sound.rate_hz, frames=config.sound.frames)
-            if isinstance(network, Aasist)
-            else frontend
-        )
+        self.spectra = frontends.build_spectra(rate_hz=config.sound.rate_hz, frames=config.sound.frames)
         self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
@@ -307,7 +303,7 @@ class AntispoofModule(TrainModule):
 
     @torch.no_grad()
     def sample_figures(self, rows: Rows) -> dict[str, bytes]:
-        """Return the maps (spectra of waveforms) of the utterances with the worst and best scores, with captions."""
+        """Return the spectra of the utterances with the worst and best scores, with captions."""
         data, ids, genuine = self.data(), rows["sample_id"], self.trials.label[rows["sample_id"]] == 1
         figures = {}
         for title, (is_bonafide, sign) in _SHOWN_KINDS.items():
@@ -333,9 +329,9 @@ class AntispoofModule(TrainModule):
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
     ) -> dict[str, Score]:
-        """Return the metrics of logistic regression on pooled features: the run's own, or of spectra."""
+        """Return the metrics of logistic regression on pooled spectra: the run's own, or one fitted here."""
         scores = (
-            score_trials(partial(self._average, self._pool_maps), open_training(), evaluated)
+            score_trials(partial(self._average, self._pool_spectra), open_training(), evaluated)
             if self.pooled is None
             else np.concatenate(
                 [self._average(self.compute_offset, batch).cpu().numpy() for batch in evaluated.read_batches()]
@@ -344,7 +340,7 @@ class AntispoofModule(TrainModule):
         pooled = {**rows, "score": scores}
         return {"pooled logistic": Score(self.score(pooled) | self.compute_intervals(pooled))}
 
-    def _pool_maps(self, batch: Batch) -> Tensor:
+    def _pool_spectra(self, batch: Batch) -> Tensor:
         return pool(self.spectra(batch["wave"]))
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.cases.antispoof import ASV, make_batch, make_config, make_data, make_module
+from tests.cases.antispoof import ASV, make_batch, make_config, make_data, make_module, make_noise
 from trainyard.errors import UserError
 from trainyard.train.data_parallel import list_statistics
+from trainyard.train.module import SampleSource
 from trainyard.train.step import enable_activation_checkpointing
 
 from .module import build
@@ -121,15 +122,27 @@ def test_a_set_is_scored_only_with_its_own_asv_rates() -> None:
     assert len(figures) == 2 and all(png.startswith(b"\x89PNG") for png in figures.values())
 
 
+def test_the_regression_beside_a_network_sees_what_front_ends_subtract() -> None:
+    labels, sets = [1, 0] * 16, ["train"] * 16 + ["test"] * 16
+    data = make_data(labels, ["-", "A01"] * 16, sets)
+    module = build(make_config(frontend={"mean": "utterance"}), data).eval()
+    wave = make_noise(32, 4000) * (1 + torch.tensor(labels))[:, None]  # bona fide speech is louder
+    training = SampleSource(data, np.arange(16), lambda: iter([{"wave": wave[:16]}]))
+    evaluated = SampleSource(data, np.arange(16, 32), lambda: iter([{"wave": wave[16:]}]))
+    rows = {"score": np.zeros(16), "sample_id": evaluated.ids}
+    found = module.score_baselines(rows, evaluated, lambda: training)
+    assert found["pooled logistic"].metrics["eer"] == 0
+
+
 @pytest.mark.parametrize("frames", [40, 3999, 9000])
-def test_samples_are_drawn_from_what_the_network_gets_however_short_they_are(frames: int) -> None:
+def test_samples_are_drawn_from_the_wave_that_the_network_gets_however_short_they_are(frames: int) -> None:
     """packing.min_s=0.05 lets recordings pass that are shorter than a window of the front end."""
     waves = [np.random.default_rng(i).integers(-9000, 9000, frames).astype(np.int16) for i in range(16)]
     labels = make_data([1, 0] * 8, ["-", "A01"] * 8, ["val"] * 16)
     data = replace(labels, read=lambda name, ids: [waves[i] for i in ids])
     module = build(make_config(), data)
     seen: list[torch.Tensor] = []
-    module.frontend.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    module.spectra.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     figures = module.sample_figures({"sample_id": np.arange(16), "score": np.arange(16.0)})
     assert len(figures) == 4 and len(seen) == 16
     expected = np.resize(waves[0][:4000], 4000).astype(np.float32) / 2**15
